@@ -30,7 +30,7 @@ from report import Figure, Goal, print_figures, print_table
 import sapwood
 from sapwood.client import AsyncClient
 from sapwood_common.models.model_files import packaged_path
-from sapwood_kernels.native.library import load_library
+from sapwood_kernels.native.products import load_library
 
 BATCH, PROMPT, LONG = 8, 32, 512
 KEPT, WIDE, PEER = "sapwood", "sapwood, float32", "llama.cpp"

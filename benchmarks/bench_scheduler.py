@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.core.cache.page_allocator import PageAllocator
-from sapwood_worker.core.cache.page_table import PageTable
-from sapwood_worker.core.cache.prefix_cache import PrefixCache
+from sapwood_worker.core.cache.pages import PageAllocator, PageTable
+from sapwood_worker.core.cache.prefix import PrefixCache
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.scheduler.waiting.policy import PolicyName
+from sapwood_worker.core.scheduler.waiting import PolicyName
 from sapwood_worker.records.step import ModelOutput, Step
 
 PAGE = 16

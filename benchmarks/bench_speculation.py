@@ -48,9 +48,8 @@ from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
-from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
-from sapwood_worker.model.runner.launched_step import LaunchedStep
-from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.drafting_runner import DraftingRunner
+from sapwood_worker.model.runner.model_runner import LaunchedStep, ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 
 Answers = dict[int, list[int]]

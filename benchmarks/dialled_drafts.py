@@ -11,9 +11,9 @@ import torch
 
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.drafter import HostDrafter
-from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
-from sapwood_worker.model.runner.graphs.late_tokens import DraftedTokens
-from sapwood_worker.model.runner.launched_step import LaunchedStep
+from sapwood_worker.model.runner.drafting_runner import DraftingRunner
+from sapwood_worker.model.runner.graphs.decode_rows import DraftedTokens
+from sapwood_worker.model.runner.model_runner import LaunchedStep
 from sapwood_worker.records.step import IntArray, ModelOutput, Step
 
 LISTING = """def total(orders, rates):

@@ -30,7 +30,7 @@ from sapwood_tokenizer.vocab.loader import load_tokenizer, resolve_tokenizer
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.loader import load_model
-from sapwood_worker.model.quantization.int8_head import Int8Head
+from sapwood_worker.model.quantization.int8 import Int8Head
 from sapwood_worker.model.quantization.linear_method import LinearShape
 from sapwood_worker.model.quantization.linear_method import Part as LinearPart
 from sapwood_worker.model.quantizer.layers import LayerRun

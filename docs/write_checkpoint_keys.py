@@ -21,13 +21,12 @@ from sapwood_tokenizer.vocab.vocabulary_files import (
     REFUSED_WITHOUT_JSON,
 )
 from sapwood_worker.model.checkpoint.generation_config import GENERATION
-from sapwood_worker.model.checkpoint.hf_quantization import METHODS
+from sapwood_worker.model.checkpoint.hf_config import METHODS
 from sapwood_worker.model.checkpoint.sentence_config import SENTENCE_FILES
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.known_keys import CONFIG, GGUF, Allowed, KnownKeys, Same
 from sapwood_worker.model.families.registry import families
-from sapwood_worker.model.families.settings import Settings
+from sapwood_worker.model.families.values import HfValues, Settings
 
 _PAGE = Path(__file__).parent / "checkpoint-keys.md"
 _HEAD = """# Settings of a model's files

@@ -33,7 +33,7 @@ _DEMO_MODEL = (
 )
 _INDEPENDENT = (
     "tests/grammar/test_structured_output.py",
-    "tests/worker/core/cache/handoff/test_handoff_mutations.py",
+    "tests/worker/core/cache/transfer/test_handoff_mutations.py",
     "tests/worker/core/scheduler/test_mutations.py",
     "tests/worker/core/scheduler/test_simulation.py",
 )

@@ -31,7 +31,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.child import spare_the_collector
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
+from sapwood_worker.core.scheduler.ranks import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.experts import expert_load

@@ -40,7 +40,7 @@ from serving_load.services import Service, gpus_of_pair
 from serving_load.synthetic_model import write_model
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
-from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
+from sapwood_worker.core.cache.transfer.tcp import TcpMover
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 

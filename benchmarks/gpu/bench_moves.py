@@ -22,9 +22,7 @@ from bench_engine import Engine, TimedRunner
 from commit import measured_commit
 from ranks import Split, leave
 
-from sapwood_worker.core.experts.balancer import ExpertBalancer
-from sapwood_worker.core.experts.placement import balance, rank_loads
-from sapwood_worker.core.experts.watch import ExpertWatch
+from sapwood_worker.core.expert_balancing import ExpertBalancer, ExpertWatch, balance, rank_loads
 from sapwood_worker.records.experts import ExpertMove, home_slots, moved
 from sapwood_worker.records.step import LaunchedStep, Step
 

@@ -26,7 +26,7 @@ from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.page_movers import KernelMover, PageLoader, PageStorer, StagedStorer, record_addresses
 from sapwood_worker.model.pools.torch_transfer import pin
 from sapwood_worker.records.kv_layout import KVComponent, KVLayout
-from sapwood_worker.records.page_copies import PageCopy
+from sapwood_worker.records.step import PageCopy
 
 LAYERS, PAGE, HEADS, DIM = 32, 16, 8, 128
 PAGES, DEVICE_PAGES, HOST_PAGES = 1000, 2048, 1500

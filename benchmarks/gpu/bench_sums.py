@@ -23,10 +23,9 @@ from torch import Tensor
 
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.distributed.all_reduce import NormedMethod, SumMethod
-from sapwood_worker.model.distributed.calibration import time_on_host
+from sapwood_worker.model.distributed.calibration import TrialNorm, time_on_host
 from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
-from sapwood_worker.model.distributed.trial_cases import TrialNorm
 
 WIDTH, CHAIN = 8192, 16
 """Numbers of a row, as in the 70B's shape, and sums of a chain that is timed."""

@@ -32,14 +32,14 @@ from commit import measured_commit
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.steps import step_for
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.runner.builder import build_runner
-from sapwood_worker.model.runner.launched_step import LaunchedStep
+from sapwood_worker.model.runner.model_runner import LaunchedStep
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.page_copies import Copies, PageCopy
+from sapwood_worker.records.step import Copies, PageCopy
 
 PREFIX = 16_000
 

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.group_runner import GroupRunner
-from sapwood_worker.core.group.split_requests import SplitRequestsRunner
+from sapwood_worker.core.group.group_runner import GroupRunner, SplitRequestsRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.own_rows import OwnRows
@@ -35,8 +34,8 @@ from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.graphs import cuda_graph, piecewise_graphs
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.ranks.place import Place
-from sapwood_worker.settings.names import DispatchName
+from sapwood_worker.records.ranks import Place
+from sapwood_worker.settings import DispatchName
 
 _MEETING_SECONDS = 300.0
 _EXCHANGE_SECONDS = 600.0

@@ -17,7 +17,7 @@ from sapwood_common.grammar.source import GrammarKind, GrammarOptions, GrammarSo
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import LaunchedStep, Runner
 

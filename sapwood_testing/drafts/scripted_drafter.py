@@ -39,7 +39,7 @@ class ScriptedDrafter(HostDrafter):
 
 
 class ScriptedRow:
-    """Implements :class:`~sapwood_worker.core.scheduler.request_drafts.RowDrafter`.
+    """Implements :class:`~sapwood_worker.core.scheduler.request.RowDrafter`.
 
     Args:
         request: The request.

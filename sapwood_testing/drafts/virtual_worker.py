@@ -9,14 +9,14 @@ from typing import Any
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.speculation.costs import StepCosts
 from sapwood_worker.core.scheduler.speculation.speculation import MOST_DRAFTED, Speculation
-from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
-from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
+from sapwood_worker.core.scheduler.waiting import TenantFairness
 from sapwood_worker.records.step import LateTokens, ModelOutput
 
 
 class VirtualRow:
-    """Implements :class:`~sapwood_worker.core.scheduler.request_drafts.RowDrafter`: guesses are right by chance.
+    """Implements :class:`~sapwood_worker.core.scheduler.request.RowDrafter`: guesses are right by chance.
 
     Args:
         chance: Decides.

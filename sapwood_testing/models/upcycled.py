@@ -21,7 +21,7 @@ from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.gemma3 import GEMMA3
-from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.values import HfValues
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 from sapwood_worker.model.loader import load_model
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sapwood_worker.core.cache.eviction import EvictionName
-from sapwood_worker.core.cache.radix_node import Match, Node, PageIds
-from sapwood_worker.core.cache.radix_tree import RadixTree
+from sapwood_worker.core.cache.radix import Match, Node, PageIds, RadixTree
 
 Prefix = tuple[bytes, bytes]
 

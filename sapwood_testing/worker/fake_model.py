@@ -12,12 +12,11 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, pool_bytes
-from sapwood_worker.model.pools.shared_memory import SharedMemory
+from sapwood_worker.model.pools.host_pool import HostPool, SharedMemory, host_pool_pages, pool_bytes
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.ranks.place import ALONE, Place
+from sapwood_worker.records.ranks import ALONE, Place
 from sapwood_worker.records.step import CompletedStep, LaunchedStep, ModelOutput, Step
-from sapwood_worker.settings.names import SpeculateChoice
+from sapwood_worker.settings import SpeculateChoice
 
 logger = logging.getLogger(__name__)
 

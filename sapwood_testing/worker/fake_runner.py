@@ -23,8 +23,7 @@ from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, TokenLogprobs
-from sapwood_worker.records.page_copies import NOTHING
-from sapwood_worker.records.step import Entry, ModelOutput, Step
+from sapwood_worker.records.step import NOTHING, Entry, ModelOutput, Step
 
 _MASK = (1 << 62) - 1
 _STATES = 997

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_worker.model.pools.host_pool import HostPool
-from sapwood_worker.records.page_copies import Copies, CopyReport, PageCopy
+from sapwood_worker.records.step import Copies, CopyReport, PageCopy
 
 
 class FakeTransfer:
-    """Implements :class:`~sapwood_worker.model.pools.transfer.Transfer` between numpy arrays.
+    """Implements :class:`~sapwood_worker.model.pools.torch_transfer.Transfer` between numpy arrays.
 
     Args:
         pools: [num_pages, ...] each: the device's pools, one for each page table.

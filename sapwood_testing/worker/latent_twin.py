@@ -22,11 +22,11 @@ from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.decoder import SandwichDecoderLayer
 from sapwood_worker.model.families.dense.gemma3 import GEMMA3
-from sapwood_worker.model.families.dense.layer_orders import SandwichDecoderLayer
-from sapwood_worker.model.families.hf_values import HfValues
-from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.families.values import HfValues
 from sapwood_worker.model.layers.latent_attention import LatentAttention, LatentConfig
+from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.loader import LoadedModel, load_model
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sapwood_kernels.native.library import NativeLibrary
+from sapwood_kernels.native.products import NativeLibrary
 
 
 def _shapes(values: Any) -> Iterator[str]:

@@ -13,7 +13,7 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
-from sapwood_worker.model.families.kv_layout import attention_layout
+from sapwood_worker.model.families.family import attention_layout
 from sapwood_worker.model.loader import LoadedModel, load_model
 from sapwood_worker.model.runner.kv_calibration import TrialPlan
 

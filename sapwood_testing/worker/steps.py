@@ -12,8 +12,7 @@ import numpy.typing as npt
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling
-from sapwood_worker.records.page_copies import Copies
-from sapwood_worker.records.step import Entry, Step
+from sapwood_worker.records.step import Copies, Entry, Step
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.source import GrammarKind, GrammarOptions, GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
 from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.grammar.registry import make_backend
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "json_schemas"

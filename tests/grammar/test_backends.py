@@ -14,8 +14,7 @@ from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_worker.model.grammar.backend import GrammarNeeds
 from sapwood_worker.model.grammar.bounded_process import ProcessDiedError, TimeUpError
 from sapwood_worker.model.grammar.registry import make_backend
-from sapwood_worker.model.grammar.xgrammar.backend import XgrammarBackend
-from sapwood_worker.model.grammar.xgrammar.checks import checked_schema
+from sapwood_worker.model.grammar.xgrammar import XgrammarBackend, checked_schema
 
 PERSON = {
     "type": "object",
@@ -221,7 +220,7 @@ def test_a_package_can_bring_a_grammar_backend(plugin, vocabulary, end_token, co
         "sapwood.grammar_backends",
         "counting",
         """
-        from sapwood_worker.model.grammar.llguidance.store import make_llguidance
+        from sapwood_worker.model.grammar.llguidance import make_llguidance
 
         class Counting:
             def __init__(self, needs):

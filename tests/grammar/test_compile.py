@@ -13,7 +13,7 @@ from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
 from sapwood_router.edges.openai.response_format import answer_grammar
 from sapwood_router.edges.openai.types import ChatRequest
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 
 LIST = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
 ENDLESS = [

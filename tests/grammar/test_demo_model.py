@@ -13,8 +13,8 @@ import pytest
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.backend import TokenMasks
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions

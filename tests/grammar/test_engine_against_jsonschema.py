@@ -15,7 +15,7 @@ from sapwood_common.grammar.compile import GrammarBuilder, parser_limits
 from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_worker.model.grammar.bounded_process import BoundedProcesses, ProcessDiedError, TimeUpError
-from sapwood_worker.model.grammar.xgrammar.backend import _compile, start, tokenizer_info
+from sapwood_worker.model.grammar.xgrammar import _compile, start, tokenizer_info
 
 BOUNDS = [
     -10,

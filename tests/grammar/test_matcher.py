@@ -7,8 +7,8 @@ import pytest
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
-from sapwood_worker.model.grammar.forced import only_token
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.backend import only_token
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 
 
 def words_of(store_size: int) -> int:

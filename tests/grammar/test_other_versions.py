@@ -12,7 +12,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.artefact import ArtefactError, GrammarArtefact
 from sapwood_common.grammar.compiler import CompilerLimits
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
-from sapwood_worker.front.request_grammars import RequestGrammars
+from sapwood_worker.front.served_model import RequestGrammars
 from sapwood_worker.records.model_info import ModelInfo
 
 FINGERPRINT = bytes(range(16))

@@ -21,8 +21,8 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.ipc.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.backend import TokenMasks
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput

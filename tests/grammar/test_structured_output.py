@@ -14,8 +14,8 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_kernels.sampling.token_bitmask import apply_token_bitmask
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_kernels.sampling.cpu_sampling import apply_token_bitmask
+from sapwood_worker.model.grammar.backend import TokenMasks
 from sapwood_worker.model.sampling.row_settings import RowSettings
 from sapwood_worker.model.sampling.token_sampler import sample
 

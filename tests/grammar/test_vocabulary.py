@@ -17,7 +17,7 @@ from sapwood_common.grammar.vocabulary import (
 from sapwood_common.packed_tokens import PackedTokens
 from sapwood_testing.vocabularies import trained
 from sapwood_tokenizer.vocab.loader import load_tokenizer, token_table
-from sapwood_worker.model.grammar.forced import Spellings, forced_by
+from sapwood_worker.model.grammar.backend import Spellings, forced_by
 
 TEXTS = ["The capital of France", "naïve café ☕ 東京 👩‍💻", "def f(x):\n\treturn {'a': [1]}\r\n", "\x00\x7f  \u00a0"]
 

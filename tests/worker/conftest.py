@@ -18,7 +18,7 @@ from sapwood_testing.models.tiny_models import TINY, Tiny, make_tiny
 from sapwood_testing.worker.fake_worker_process import FakeWorkerProcess
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster, mooncake_is_installed
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions

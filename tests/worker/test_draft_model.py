@@ -27,7 +27,7 @@ from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.quantizer.drafter import make_drafter
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_runner
 from sapwood_worker.model.runner.factory import make_runner as make_worker_runner

@@ -14,8 +14,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.model.runner.launched_step import LaunchedStep
-from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.model_runner import LaunchedStep, ModelRunner
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs
 
 TOKENS = 24

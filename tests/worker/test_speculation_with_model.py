@@ -32,8 +32,8 @@ from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.backend import TokenMasks
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.runner.model_runner import ModelRunner
 
 

@@ -26,7 +26,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.model.runner.builder import build_headed_runner
-from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
+from sapwood_worker.model.runner.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 

@@ -24,8 +24,7 @@ from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler, SchedulerConfig
 from sapwood_worker.model.runner.builder import build_runner
-from sapwood_worker.model.runner.launched_step import LaunchedStep
-from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.model_runner import LaunchedStep, ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.step import Step
 
@@ -104,8 +103,8 @@ def check_overlap(runner: ModelRunner) -> bool:
     return answers[0] == answers[1] and all(len(each) == 40 for each in answers[0].values())
 
 
-# Name -> options, and the largest relative error of logits against the same options in float32 on the CPU. Random weights make
-# much of a number that bfloat16 rounds to another float8.
+# Name -> options, and the largest relative error of logits against the same options in float32 on the CPU. Random
+# weights make much of a number that bfloat16 rounds to another float8.
 FLOAT8: dict[str, tuple[dict[str, Any], float]] = {
     "fp8-kv": ({"kv_cache_dtype": "fp8_e4m3"}, 0.15),
     "fp8": ({"quantization": "fp8"}, 0.25),

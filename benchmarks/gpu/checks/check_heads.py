@@ -33,7 +33,7 @@ from sapwood_worker.core.group.group_runner import GroupRunner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.model.runner.factory import make_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
-from sapwood_worker.records.ranks.place import Place
+from sapwood_worker.records.ranks import Place
 
 WIDTH, INNER, VOCAB, HEADS, KEYS, DIM, LAYERS = 256, 512, 1000, 4, 2, 128, 4
 SHAPE = {

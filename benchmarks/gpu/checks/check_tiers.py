@@ -25,7 +25,7 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler

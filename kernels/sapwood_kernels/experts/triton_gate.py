@@ -7,7 +7,7 @@ from typing import Literal
 import triton
 import triton.language as tl
 
-from sapwood_kernels.experts.activation import ClampedGate
+from sapwood_kernels.experts.reference import ClampedGate
 
 Gate = Literal["silu", "gelu_tanh"] | ClampedGate
 

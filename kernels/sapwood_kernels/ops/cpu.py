@@ -12,8 +12,7 @@ from torch import Tensor
 from sapwood_kernels import cpu
 from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.native import steps
-from sapwood_kernels.native.library import NativeLibrary, load_library
-from sapwood_kernels.native.products import ALL, GgufProduct
+from sapwood_kernels.native.products import ALL, GgufProduct, NativeLibrary, load_library
 from sapwood_kernels.ops.contracts import Gate, StoredProduct, StoreHeads
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.cpu_grouped import can_pack, packed_product, packed_weight

@@ -27,7 +27,7 @@ from sapwood_kernels import (
     triton_rows,
 )
 from sapwood_kernels.experts import triton_experts, triton_many_float8, triton_many_tokens, triton_routing
-from sapwood_kernels.experts.activation import ClampedGate
+from sapwood_kernels.experts.reference import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StoredStack, in_few_bits
 from sapwood_kernels.experts.tiles.plan import FEW_TOKENS, TileTable
@@ -50,9 +50,7 @@ from sapwood_kernels.ops.contracts import (
     StoreHeads,
     StoreLatent,
 )
-from sapwood_kernels.ops.device import DeviceOps, ResultT
-from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
-from sapwood_kernels.ops.side_queue import CudaSideQueue, SideQueue
+from sapwood_kernels.ops.device import CudaSideQueue, DeviceOps, Fence, HostCopies, Moment, ResultT, SideQueue
 from sapwood_kernels.quantised import (
     triton_digits,
     triton_few,

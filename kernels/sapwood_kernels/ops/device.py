@@ -1,9 +1,10 @@
-"""The operations that layers, sampling and the runner take from the device. Here: what any device of torch's can do."""
+"""What every device computes with, in plain torch; a kind of device overrides what it does faster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels import reference
-from sapwood_kernels.experts.activation import ClampedGate
-from sapwood_kernels.experts.reference import expert_sum
+from sapwood_kernels.experts.reference import ClampedGate, expert_sum
 from sapwood_kernels.experts.routing import Routing, route
 from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.experts.tiles.tuning import Tuning
+from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.contracts import (
     GROUP,
     ExpertSum,
@@ -37,14 +38,162 @@ from sapwood_kernels.ops.contracts import (
     StoreHeads,
     StoreLatent,
 )
-from sapwood_kernels.ops.host_copies import Fence, HostCopies, Moment
-from sapwood_kernels.ops.side_queue import SideQueue
-from sapwood_kernels.ops.stores import Rope, heads_store, latent_store, rope_of
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
-from sapwood_kernels.sampling import cpu_sampling, token_bitmask
+from sapwood_kernels.sampling import cpu_sampling
+
+# The operations that layers, sampling and the runner take from the device. Here: what any device of torch's can do.
+
+
+# A queue of a device's along with the one that computes: what waits there for another device holds no computation up.
+
+
+class SideQueue:
+    """Here for a device that queues nothing: what is called is done at once, in the order of the calls."""
+
+    def behind(self, used: Tensor) -> AbstractContextManager[None]:
+        """While it is entered, work continues this queue, after all that the current one has got so far.
+
+        Args:
+            used: Was made on the current queue; keeps its memory until this queue is done with it.
+        """
+        return nullcontext()
+
+
+class CudaSideQueue(SideQueue):
+    """A CUDA stream.
+
+    Args:
+        device: Its device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def behind(self, used: Tensor) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(used.device))
+        used.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+# What a device still works on: tensors on their way to the host, and marks in its queue.
+
+
+class HostCopies:
+    """Tensors on their way to the host.
+
+    Args:
+        tensors: In the host's memory, perhaps still being filled.
+        wait: Returns once they are filled.
+        check: Returns at once; raises what the device has failed with.
+    """
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        wait: Callable[[], object] = lambda: None,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._tensors = tensors
+        self._wait = wait
+        self._check = check
+
+    def wait(self) -> list[Tensor]:
+        """Waits for the copies and returns them."""
+        self._wait()
+        return self._tensors
+
+    def check(self) -> None:
+        """Raises what the device is known to have failed with; does not wait."""
+        self._check()
+
+
+class Fence:
+    """A mark in the work queued on a device. This class serves a device that queues nothing."""
+
+    def set(self) -> None:
+        """Sets the mark after all that is queued on the current stream."""
+
+    def wait(self) -> None:
+        """Waits until the device has reached the mark; at once if none was set."""
+
+
+class Moment:
+    """When a device was done with all that had been queued on the current stream. This class serves one that queues nothing."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Seconds from another moment to this one; the device must have reached both."""
+        return self._at - earlier._at
+
+
+# All between projections and attention, put together from a device's operations where no kernel does it in one.
+
+
+Rope = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``reference.rope`` of heads [T, H, D], with cos and sin [T, 1, D]."""
+
+
+def rope_of(partners: Tensor) -> Rope:
+    """The rotation of numbers that are not half of D apart.
+
+    Args:
+        partners: int64 [D], as ``reference.rope`` takes it.
+    """
+    return lambda x, cos, sin: reference.rope(x, cos[:, 0], sin[:, 0], partners)
+
+
+def heads_store(num_heads: int, num_kv_heads: int, norm: Callable[[Tensor], Tensor] | None, rope: Rope) -> StoreHeads:
+    """What norms, rotates and stores the heads of a step.
+
+    Args:
+        num_heads: H.
+        num_kv_heads: K.
+        norm: Of query and key heads, [T, H + K, D]; None: there is none.
+        rope: Rotates them.
+    """
+    rotated = num_heads + num_kv_heads
+
+    def store(qkv: Tensor, cos: Tensor, sin: Tensor, to: KVDestination) -> Tensor:
+        heads = qkv.view(len(qkv), rotated + num_kv_heads, -1)
+        query_key = heads[:, :rotated] if norm is None else norm(heads[:, :rotated])
+        query_key = rope(query_key, cos, sin)
+        query, key = query_key[:, :num_heads], query_key[:, num_heads:]
+        to.store(key, heads[:, rotated:])
+        return query
+
+    return store
+
+
+def latent_store(rank: int, norm: Callable[[Tensor], Tensor], rope: Rope, *, interleaved: bool) -> StoreLatent:
+    """What norms, rotates and stores the vectors of a step.
+
+    Args:
+        rank: Numbers of a vector's latent part: R.
+        norm: Of these, [T, R].
+        rope: Rotates what comes after them, and the ends of queries.
+        interleaved: Whether the two numbers that are turned together stand side by side, not half of E apart.
+    """
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if interleaved:
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), 2)
+        return rope(x, cos, sin)
+
+    def store(vectors: Tensor, query: Tensor, cos: Tensor, sin: Tensor, to: KVDestination) -> Tensor:
+        rotary = vectors.shape[1] - rank
+        end = turned(vectors[:, None, rank:], cos, sin)
+        to.store_vectors(torch.cat((norm(vectors[:, :rank])[:, None], end), 2))
+        return torch.cat((query[..., :-rotary], turned(query[..., -rotary:], cos, sin)), 2)
+
+    return store
+
 
 ResultT = TypeVar("ResultT")
 
@@ -372,7 +521,7 @@ class DeviceOps:
     """A token of each row by its request's settings, and its likeliest one; what a graph may hold."""
     sample_rows = staticmethod(cpu_sampling.sample_rows)
     """A token of each row that is sampled; in a row that holds a NaN, or nothing to choose, any token. Changes nothing."""
-    forbid_tokens = staticmethod(token_bitmask.apply_token_bitmask)
+    forbid_tokens = staticmethod(cpu_sampling.apply_token_bitmask)
     """Works in place; rows of the logits and the whole bitmask are contiguous."""
     apply_penalties = staticmethod(reference.apply_penalties)
     """Works in place, on contiguous tensors; the penalties share a stride."""

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels import reference
-from sapwood_kernels.native.library import NativeLibrary
-from sapwood_kernels.native.products import SMALL, GgufProduct
+from sapwood_kernels.native.products import SMALL, GgufProduct, NativeLibrary
 from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
 from sapwood_kernels.quantised.int8 import WeightProduct
 

@@ -1,4 +1,4 @@
-"""Draws tokens with plain torch calls, fast enough for a CPU.
+"""Sampling on a CPU: from logits to tokens, with random numbers that depend on seed and position alone.
 
 The draw goes down a tree whose nodes have eight children, with a random number at each: token ``p + PLACES * b`` is found by the
 four digits of its place p, then by those of its block b. A node's children are chosen among by the inverse of their cumulative
@@ -11,14 +11,80 @@ sort of the ``_FIRST_CANDIDATES`` likeliest, then of 16 times more while some ro
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_kernels.sampling.random_numbers import uniform
+# Random numbers that are a pure function of (seed, position, number).
+#
+# Algorithm: the output function of SplitMix64 (Steele, Lea and Flood, 2014) applied twice, first to the seed, then to
+# that plus the position times the golden ratio, and the number times another odd constant. No state, so a request draws
+# the same numbers in any batch and after a restart.
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.float64]:
+    """So many numbers in [0, 1) with 53 random bits for each pair: float64 [R, count].
+
+    Args:
+        seeds: uint64 [R].
+        positions: int64 [R].
+        count: How many.
+    """
+    # The hash relies on wrap-around.
+    with np.errstate(over="ignore"):
+        pairs = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        mixed = _mix(pairs[:, None] + np.arange(count, dtype=np.uint64) * _SECOND)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * _FIRST
+    value = (value ^ (value >> np.uint64(27))) * _SECOND
+    return value ^ (value >> np.uint64(31))
+
+
+# Forbids tokens by bit masks. This is the plain-torch reference, and fast enough to be used on a CPU.
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
+    """Sets the logits of forbidden tokens to minus infinity, in place.
+
+    Args:
+        logits: float [R, V]; changed.
+        bitmask: int32 [G, W] on the same device: bit ``i % 32`` of word ``i // 32`` says whether token i is allowed; tokens
+            beyond ``32 W`` are forbidden.
+        rows: int64 [G]: the row of ``logits`` that each mask is for, each once; None: mask g is for row g, and G is R.
+
+    Cost: O(G V) whatever the masks hold. Assumes a little-endian machine, as every one that torch runs on is.
+    """
+    masks, words = bitmask.shape
+    width = logits.shape[1]
+    packed = _table(logits.device).index_select(0, bitmask.contiguous().view(torch.uint8).flatten().int())
+    forbidden = packed.view(torch.bool).view(masks, words * 32)[:, :width]
+    if words * 32 < width:
+        forbidden = torch.nn.functional.pad(forbidden, (0, width - words * 32), value=True)
+    if rows is None:
+        logits.masked_fill_(forbidden, float("-inf"))
+    else:
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, float("-inf")))
+
+
+@functools.cache
+def _table(device: torch.device) -> Tensor:
+    """int64 [256]: for each byte of a mask eight booleans of a byte each, true where the token is forbidden."""
+    entries = [sum(1 << (8 * bit) for bit in range(8) if not byte >> bit & 1) for byte in range(256)]
+    return torch.tensor(entries, dtype=torch.int64, device=device)
+
 
 _FIRST_CANDIDATES = 1024
 _GROWTH = 16

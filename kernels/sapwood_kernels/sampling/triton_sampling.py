@@ -71,7 +71,7 @@ def _part_kernel(
 
 @triton.jit
 def _mix(value):
-    """The output function of SplitMix64 (``random_numbers.py``)."""
+    """The output function of SplitMix64 (``cpu_sampling.py``)."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
     return value ^ (value >> 31)

@@ -89,7 +89,7 @@ def _config(flags: str) -> str:
     from sapwood_common.errors import ConfigError
     from sapwood_common.settings.config import build_parser, given_settings, load_config
     from sapwood_worker.config import WorkerConfig
-    from sapwood_worker.settings.compounds import Kernels
+    from sapwood_worker.settings import Kernels
 
     try:
         given = build_parser(WorkerConfig, "--worker", "").parse_args(shlex.split(flags))

@@ -13,22 +13,19 @@ import numpy.typing as npt
 from sapwood_testing.clock import Clock
 from sapwood_testing.worker.handoff.process_memory import ProcessMemory
 from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installed
-from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.mover import PageMover
-from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
-from sapwood_worker.core.cache.handoff.movers.mooncake import MooncakeMover, MooncakeSource
-from sapwood_worker.core.cache.handoff.movers.nixl import NixlMover, NixlSource
-from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
-from sapwood_worker.core.cache.handoff.movers.shm import SharedMemoryMover
-from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
-from sapwood_worker.core.cache.handoff.server import PageServer
-from sapwood_worker.core.cache.handoff.tls import PageTls
-from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
-from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool, pool_bytes
+from sapwood_worker.core.cache.transfer.backend import PageMover
+from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcMover, ExportedPages
+from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.cache.transfer.mooncake import MooncakeMover, MooncakeSource
+from sapwood_worker.core.cache.transfer.nixl import NixlMover, NixlSource
+from sapwood_worker.core.cache.transfer.server import PageServer
+from sapwood_worker.core.cache.transfer.tcp import QuickestMover, SharedMemoryMover, TcpMover
+from sapwood_worker.core.cache.transfer.wire import PageTls
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool, SharedMemory, pool_bytes
 from sapwood_worker.model.pools.peer_pages import OwnPool
-from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.records.handoff import HandoffTicket
 
 FINGERPRINT = bytes.fromhex(namespace_of("model"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sapwood_testing.worker.handoff.simulated_worker import SimulatedLeases, SimulatedWorker
 from sapwood_testing.worker.handoff.world import World
-from sapwood_worker.core.cache.handoff.leases import LEASE_SECONDS
+from sapwood_worker.core.cache.transfer.leases import LEASE_SECONDS
 
 
 class LeaseMessages:

@@ -9,18 +9,17 @@ import numpy as np
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
 from sapwood_testing.worker.handoff.world import FINGERPRINT, World
-from sapwood_worker.core.cache.handoff.landing import DeviceMover
-from sapwood_worker.core.cache.handoff.leases import Lease
-from sapwood_worker.core.cache.handoff.mover import MoverError, PartCount
-from sapwood_worker.core.cache.handoff.movers.cuda_ipc import ExportedPages
-from sapwood_worker.core.cache.handoff.source import PageSource
 from sapwood_worker.core.cache.storage.record import header_of
+from sapwood_worker.core.cache.transfer.backend import MoverError, PartCount
+from sapwood_worker.core.cache.transfer.cuda_ipc import ExportedPages
+from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
+from sapwood_worker.core.cache.transfer.reads import DeviceMover
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 
 
 class LossyMover:
-    """Implements :class:`~sapwood_worker.core.cache.handoff.mover.PageMover` on a bad day.
+    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.PageMover` on a bad day.
 
     Args:
         world: The simulation's facts.
@@ -130,7 +129,7 @@ class LossyMover:
 
 
 class _LossyDevice:
-    """Implements :class:`~sapwood_worker.core.cache.handoff.landing.DeviceMover` on a bad day."""
+    """Implements :class:`~sapwood_worker.core.cache.transfer.reads.DeviceMover` on a bad day."""
 
     def __init__(self, mover: LossyMover, runner: FakeRunner) -> None:
         self.parts, self.read = mover.parts, mover.read

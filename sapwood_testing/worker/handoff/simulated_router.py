@@ -11,7 +11,7 @@ from sapwood_testing.worker.fake_runner import continuation
 from sapwood_testing.worker.handoff.lease_messages import LeaseMessages
 from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
 from sapwood_testing.worker.handoff.world import STRANGERS, VOCAB, World
-from sapwood_worker.core.cache.handoff.pulls import PATIENCE_SECONDS
+from sapwood_worker.core.cache.transfer.reads import PATIENCE_SECONDS
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import RequestOutput

@@ -11,13 +11,11 @@ from sapwood_testing.clock import Clock
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep
 from sapwood_testing.worker.handoff.world import FINGERPRINT, VOCAB, World
 from sapwood_testing.worker.storage.fake_storage import FakeExecutor
-from sapwood_worker.core.cache.handoff.landing import DeviceMover, Landing
-from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.mover import PageMover
-from sapwood_worker.core.cache.handoff.pulls import PATIENCE_SECONDS, Pulls
-from sapwood_worker.core.cache.handoff.takeover import Takeover
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host import HostPage, HostPages
+from sapwood_worker.core.cache.transfer.backend import PageMover
+from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.cache.transfer.reads import PATIENCE_SECONDS, DeviceMover, Landing, Pulls, Takeover
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.tiering import HostGround

@@ -10,7 +10,7 @@ from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs
 
 VOCAB = 97

@@ -11,7 +11,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.ranks.all_asked import ASKED, VOCAB, Answer, build_grammar
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.backend import TokenMasks
 from sapwood_worker.records.output import Pooling
 from sapwood_worker.records.step import LaunchedStep
 

@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.thread_ranks import run_grid
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.group_runner import GroupRunner
-from sapwood_worker.core.group.split_requests import SplitRequestsRunner
+from sapwood_worker.core.group.group_runner import GroupRunner, SplitRequestsRunner
 from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.settings.names import DispatchName
+from sapwood_worker.settings import DispatchName
 
 ResultT = TypeVar("ResultT")
 

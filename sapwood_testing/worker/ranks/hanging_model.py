@@ -14,8 +14,7 @@ from pydantic import Field
 
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.runner.factory import make_runner as make_real_runner
-from sapwood_worker.records.ranks.place import ALONE, Place
-from sapwood_worker.records.ranks.waits import Waits
+from sapwood_worker.records.ranks import ALONE, Place, Waits
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 from sapwood_worker.records.step_wire import encode, read
 

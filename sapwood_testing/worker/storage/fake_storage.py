@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sapwood_worker.core.cache.storage.backend import StorageError
-from sapwood_worker.core.cache.storage.executor import Done, Job
+from sapwood_worker.core.cache.storage.backend import Done, Job, StorageError
 
 
 class FakeStorage:
@@ -87,7 +86,7 @@ class FakeStorage:
 
 
 class FakeExecutor:
-    """Implements :class:`~sapwood_worker.core.cache.storage.executor.Executor` in the caller's thread.
+    """Implements :class:`~sapwood_worker.core.cache.storage.backend.Executor` in the caller's thread.
 
     Args:
         chance: Decides which jobs begin and end at a poll, in which order; None: all of them, in order.

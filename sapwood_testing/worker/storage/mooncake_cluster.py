@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sapwood_worker.core.cache.storage.mooncake import MooncakeOptions, MooncakeStorage
+from sapwood_worker.core.cache.storage.mooncake_store import MooncakeOptions, MooncakeStorage
 
 _MASTER = Path(sys.executable).with_name("mooncake_master")
 _LENDER = """

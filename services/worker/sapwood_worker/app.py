@@ -23,17 +23,13 @@ from sapwood_net.sockets.tls import server_tls
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.kv_event_publisher import KvEventPublisher
-from sapwood_worker.front.metrics import WorkerMetrics
-from sapwood_worker.front.observer import EngineObserver
-from sapwood_worker.front.request_grammars import RequestGrammars
-from sapwood_worker.front.served_model import ServedModel
+from sapwood_worker.front.metrics import EngineObserver, WorkerMetrics
+from sapwood_worker.front.served_model import RequestGrammars, ServedModel
 from sapwood_worker.front.service import SERVICE, UNCOUNTED, WorkerService
-from sapwood_worker.ipc.follower_node import serve_node
-from sapwood_worker.ipc.launch import MODEL_RUNNER, SchedulerProcess
-from sapwood_worker.ipc.nodes import Nodes
-from sapwood_worker.ipc.stages import staged_receive, staged_send, stages_are_logged
-from sapwood_worker.ipc.supervisor import Supervisor
-from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.ipc.liveness import Vitals
+from sapwood_worker.ipc.messages import staged_receive, staged_send, stages_are_logged
+from sapwood_worker.ipc.nodes import Nodes, serve_node
+from sapwood_worker.ipc.supervisor import MODEL_RUNNER, SchedulerProcess, Supervisor
 from sapwood_worker.records.model_info import ModelInfo, SumChoices
 
 logger = logging.getLogger(__name__)

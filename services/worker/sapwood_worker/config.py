@@ -11,22 +11,23 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from sapwood_common.models.needs import OF_HUB
 from sapwood_common.settings.retired import Retired, retired_parts
-from sapwood_worker.settings.compounds import (
+from sapwood_worker.settings import (
+    NEEDS,
     CudaGraphs,
     HostCache,
     Kernels,
     KvEvents,
     KvTransfer,
+    ModelSettings,
     PrefixCaching,
     QueuePolicy,
+    Role,
     Sglang,
+    SpeculateChoice,
     StoragePrefetch,
     StructuredOutput,
     Watchdog,
 )
-from sapwood_worker.settings.model_settings import ModelSettings
-from sapwood_worker.settings.names import Role, SpeculateChoice
-from sapwood_worker.settings.needs import NEEDS
 
 
 class WorkerConfig(ModelSettings):

@@ -13,8 +13,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.grpc.convert import embed_request_of, tool_choice_of
 from sapwood_router.edges.grpc.convert_operators import to_pause_mode
 from sapwood_router.request.caller import Caller
-from sapwood_worker.front.convert import to_pooling, to_role
-from sapwood_worker.front.convert_cache import to_tier_names
+from sapwood_worker.front.convert import to_pooling, to_role, to_tier_names
 from sapwood_worker.records.model_info import ModelInfo
 
 INFO = ModelInfo(

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from sapwood_kernels import reference
-from sapwood_kernels.experts.activation import ClampedGate
-from sapwood_kernels.experts.reference import expert_sum
+from sapwood_kernels.experts.reference import ClampedGate, expert_sum
 from sapwood_kernels.experts.stack import DenseStack
 from tests.kernels.quantised.gluon_in_torch import in_torch
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from sapwood_kernels import reference
-from sapwood_kernels.experts.activation import ClampedGate
-from sapwood_kernels.experts.reference import expert_sum
+from sapwood_kernels.experts.reference import ClampedGate, expert_sum
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.experts.stack import DenseStack, StackOfProducts, StoredStack, stacked
 from sapwood_kernels.experts.tiles.plan import TilePlan, TileShape, TileTable

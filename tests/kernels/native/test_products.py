@@ -9,8 +9,7 @@ import torch
 
 from sapwood_kernels import reference
 from sapwood_kernels.native.build import compile_libraries, find_compiler, library_name
-from sapwood_kernels.native.library import NativeLibrary, load_library, processor
-from sapwood_kernels.native.products import TABLES, TYPES, GgufProduct
+from sapwood_kernels.native.products import TABLES, TYPES, GgufProduct, NativeLibrary, load_library, processor
 from sapwood_testing.models.gguf_blocks import HALVES, blocks
 
 whole_numbers = pytest.mark.skipif(processor() != "AVX512", reason="there are no such products for this processor")
@@ -191,6 +190,6 @@ def test_rows_that_are_not_there_and_bytes_of_another_shape_are_refused(library)
 
 
 def test_a_library_that_is_not_there_is_said(monkeypatch, caplog):
-    monkeypatch.setattr("sapwood_kernels.native.library.library_name", lambda capability: "sapwood.none.so")
+    monkeypatch.setattr("sapwood_kernels.native.products.library_name", lambda capability: "sapwood.none.so")
     assert load_library() is None
     assert "GGUF weights are widened as they are loaded" in caplog.text and "hatch_build.py makes it" in caplog.text

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.native import steps
-from sapwood_kernels.native.library import load_library
-from sapwood_kernels.native.products import GgufProduct
-from sapwood_kernels.native.recording import Recording
+from sapwood_kernels.native.products import GgufProduct, load_library
+from sapwood_kernels.native.steps import Recording
 from sapwood_testing.models.gguf_blocks import blocks
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="nothing is compiled: python hatch_build.py")
@@ -124,8 +123,8 @@ def test_a_function_that_is_not_recorded_is_named(library):
 def test_recording_imports_no_compiler():
     code = """
 import sys, torch
-from sapwood_kernels.native.library import load_library
-from sapwood_kernels.native.recording import Recording
+from sapwood_kernels.native.products import load_library
+from sapwood_kernels.native.steps import Recording
 x = torch.ones(4)
 with Recording(load_library()).record([x.data_ptr()]):
     x.add_(x)

@@ -8,8 +8,7 @@ import torch
 
 from sapwood_kernels import reference
 from sapwood_kernels.kv_destination import KVDestination
-from sapwood_kernels.native.library import NativeLibrary, load_library
-from sapwood_kernels.native.products import SMALL, GgufProduct
+from sapwood_kernels.native.products import SMALL, GgufProduct, NativeLibrary, load_library
 from sapwood_kernels.native.steps import DecodeAttention
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.device import DeviceOps

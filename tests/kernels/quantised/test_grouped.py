@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import reference
-from sapwood_kernels.native.library import load_library
+from sapwood_kernels.native.products import load_library
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.quantised import int8

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sapwood_kernels import reference
-from sapwood_kernels.native.library import load_library
+from sapwood_kernels.native.products import load_library
 from sapwood_kernels.quantised.cpu_grouped import packed_weight
 from sapwood_kernels.quantised.int8 import round_weight, weight_product
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sapwood_kernels.sampling.token_bitmask import apply_token_bitmask
+from sapwood_kernels.sampling.cpu_sampling import apply_token_bitmask
 
 
 def expected(logits: torch.Tensor, bitmask: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sapwood_kernels import reference
-from sapwood_kernels.sampling import token_bitmask
+from sapwood_kernels.sampling import cpu_sampling
 
 pytest.importorskip("triton", reason="Triton is not installed")
 kernel = pytest.importorskip("sapwood_kernels.sampling.triton_logits")
@@ -67,6 +67,6 @@ def test_forbidden_tokens(width: int, words: int, rows: list[int] | None):
     bitmask = torch.randint(-(2**31), 2**31, (count, words), generator=generator, dtype=torch.int64).int()
     at = None if rows is None else torch.tensor(rows)
     on = logits.to(DEVICE, copy=True)
-    token_bitmask.apply_token_bitmask(logits, bitmask, at)
+    cpu_sampling.apply_token_bitmask(logits, bitmask, at)
     kernel.apply_token_bitmask(on, bitmask.to(DEVICE), None if at is None else at.to(DEVICE))
     assert torch.equal(on.cpu(), logits)

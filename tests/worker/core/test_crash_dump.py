@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sapwood_worker.core.crash_dump import KEPT_STEPS, MOST_FILES, CrashDump
+from sapwood_worker.core.observers import KEPT_STEPS, MOST_FILES, CrashDump
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Step

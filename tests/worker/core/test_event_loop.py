@@ -14,12 +14,11 @@ import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep, continuation
-from sapwood_worker.core.crash_dump import CrashDump
-from sapwood_worker.core.event_loop import MOST_FAILURES, EventLoop
-from sapwood_worker.core.observers import Watchdog
-from sapwood_worker.core.operations import Operations
+from sapwood_worker.core.event_loop import MOST_FAILURES, EventLoop, Operations
+from sapwood_worker.core.observers import CrashDump, Watchdog
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.ipc.liveness import ProgressView
 from sapwood_worker.ipc.messages import (
     Abort,
     Answered,
@@ -35,7 +34,6 @@ from sapwood_worker.ipc.messages import (
     from_scheduler_decoder,
     to_scheduler_decoder,
 )
-from sapwood_worker.ipc.progress import ProgressView
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs

@@ -11,9 +11,9 @@ import pytest
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.clock import Clock
 from sapwood_testing.worker.fake_runner import FakeRunner
-from sapwood_worker.core.cache.handoff.leases import LEASE_SECONDS, HandoffLeases
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
+from sapwood_worker.core.cache.transfer.leases import LEASE_SECONDS, HandoffLeases
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request

@@ -12,8 +12,7 @@ from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.observers import AllReduceWatch, StageLog, StepClock
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.ipc.messages import Step
-from sapwood_worker.ipc.stages import StagedMailbox, staged_receive, staged_send
+from sapwood_worker.ipc.messages import StagedMailbox, Step, staged_receive, staged_send
 from sapwood_worker.records.load import Load
 from tests.worker.core.test_event_loop import INFO, ListMailbox, submit
 

@@ -13,7 +13,7 @@ from sapwood_common.grammar.compile_process import make
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_worker.core.event_loop import PendingGrammars
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 import threading, numpy as np
 
 kind, text = json.loads(sys.stdin.read())

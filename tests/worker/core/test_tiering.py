@@ -13,7 +13,7 @@ from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.tiering import Tiering
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.settings.compounds import HostCache
+from sapwood_worker.settings import HostCache
 
 INFO = ModelInfo(
     architecture="fake",

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.front.convert import to_announced, to_response
-from sapwood_worker.front.generation import Generation
+from sapwood_worker.front.engine import Generation
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import RequestOutput
 

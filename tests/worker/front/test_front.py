@@ -17,8 +17,7 @@ from sapwood_common.telemetry.logs import request_id_var
 from sapwood_common.telemetry.metrics import MetricSet
 from sapwood_common.telemetry.tracing import Tracing
 from sapwood_worker.front.engine import Engine
-from sapwood_worker.front.metrics import WorkerMetrics
-from sapwood_worker.front.observer import EngineObserver
+from sapwood_worker.front.metrics import EngineObserver, WorkerMetrics
 from sapwood_worker.front.served_model import ServedModel
 from sapwood_worker.front.service import WorkerService
 from sapwood_worker.ipc.messages import Abort, Step, Submit, ToScheduler

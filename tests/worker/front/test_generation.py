@@ -10,15 +10,13 @@ import pytest
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import DeadlineExceededError
 from sapwood_common.telemetry.metrics import MetricSet
-from sapwood_worker.front.engine import Engine
-from sapwood_worker.front.generation import Generation
-from sapwood_worker.front.metrics import WorkerMetrics
-from sapwood_worker.front.observer import EngineObserver
+from sapwood_worker.front.engine import Engine, Generation
+from sapwood_worker.front.metrics import EngineObserver, WorkerMetrics
 from sapwood_worker.ipc.messages import Abort, Answered, CacheCommand, Step, Submit, ToScheduler
 from sapwood_worker.records.handoff import Handoff, HandoffTicket
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.settings.names import Role
+from sapwood_worker.settings import Role
 
 TICKET = HandoffTicket(bytes(16), ":1", 1, b"", [], [], 1500)
 

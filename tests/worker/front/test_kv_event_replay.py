@@ -17,9 +17,8 @@ import zmq.auth
 from sapwood_common.errors import ConfigError
 from sapwood_worker.app import is_loopback
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.front import kv_event_door
-from sapwood_worker.front.kv_event_publisher import KvEventPublisher
-from sapwood_worker.front.kv_event_replay import END_OF_REPLAY
+from sapwood_worker.front import kv_event_publisher
+from sapwood_worker.front.kv_event_publisher import END_OF_REPLAY, KvEventPublisher
 from sapwood_worker.front.kv_event_stream import KvEventBatch
 from sapwood_worker.records.kv_events import BlockStored
 
@@ -214,7 +213,7 @@ def test_a_subscriber_that_asks_for_too_much_is_closed_and_delays_no_event() -> 
 
 
 def test_of_many_subscribers_of_one_address_the_oldest_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_event_door, "MOST_SUBSCRIBERS", 2)
+    monkeypatch.setattr(kv_event_publisher, "MOST_SUBSCRIBERS", 2)
     with published(0) as publisher, contextlib.ExitStack() as stack:
         host, _, port = publisher.address.rpartition(":")
         first, *_ = (stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(3))
@@ -228,7 +227,7 @@ def test_an_address_has_a_few_connections_for_replays_and_the_oldest_leaves() ->
     with published(3) as publisher, contextlib.ExitStack() as stack:
         assert publisher.replay_address is not None
         host, _, port = publisher.replay_address.rpartition(":")
-        number = kv_event_door.MOST_REPLAYS + 1
+        number = kv_event_publisher.MOST_REPLAYS + 1
         first, second, *_ = (stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(number))
         first.settimeout(PATIENCE / 1000)
         with contextlib.suppress(ConnectionResetError):
@@ -245,7 +244,7 @@ def test_a_subscriber_that_asks_without_end_is_closed() -> None:
         closed = asking.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         asking.setsockopt(zmq.RECONNECT_IVL, -1)
         for _ in range(PATIENCE):  # at most a thousand messages wait for the connection
-            for _ in range(kv_event_door.MOST_SAID // 16):
+            for _ in range(kv_event_publisher.MOST_SAID // 16):
                 with contextlib.suppress(zmq.Again):
                     asking.send_multipart((b"", FIRST), zmq.NOBLOCK)
             if closed.poll(1):

@@ -28,7 +28,7 @@ from sapwood_worker.front.kv_event_publisher import KvEventPublisher, encode_bat
 from sapwood_worker.front.kv_event_stream import MOST_BEHIND, SNAPSHOT_BLOCKS, KvEventBatch, KvEventStream
 from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, split_hashes
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.settings.names import KvEventsFormat
+from sapwood_worker.settings import KvEventsFormat
 
 
 class MapStored(msgspec.Struct, tag="BlockStored", forbid_unknown_fields=True):

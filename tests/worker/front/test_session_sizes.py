@@ -12,9 +12,9 @@ from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES
 from sapwood_common.status import code_number
-from sapwood_worker.front.generation import Generation
+from sapwood_worker.front.engine import Generation
 from sapwood_worker.front.session import Session
-from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.ipc.liveness import Vitals
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs
 
 WIDTH = 1024

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from sapwood_worker.ipc import rank
-from sapwood_worker.ipc.child_process import ChildProcess
-from sapwood_worker.ipc.rank import RankSilence
+from sapwood_worker.ipc.rank import ChildProcess, RankSilence
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

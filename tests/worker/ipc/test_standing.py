@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sapwood_worker.ipc import standing
-from sapwood_worker.ipc.standing import RankStanding, Standing, hung, stuck
-from sapwood_worker.records.ranks.waits import AT_REST, DEVICE, Shown
+from sapwood_worker.ipc import rank
+from sapwood_worker.ipc.rank import RankStanding, Standing, hung, stuck
+from sapwood_worker.records.ranks import AT_REST, DEVICE, Shown
 
 
 def at(
@@ -63,7 +63,7 @@ def test_seconds_without_a_cpu_for_an_awaited_thread_do_not_count(
 ) -> None:
     """They do where it computes all the time."""
     now = [0.0]
-    monkeypatch.setattr(standing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rank.time, "monotonic", lambda: now[0])
     still = StillRank(wants_cpu)
     watched = RankStanding(still, 0.1)
     for _ in range(101):

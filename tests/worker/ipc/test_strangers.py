@@ -14,9 +14,7 @@ from sapwood_common.network.keyed_ways import Purpose, StrangerError, introduce
 from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.worker.group_key import group_key
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.ipc.follower_node import StoreTunnel
-from sapwood_worker.ipc.node_link import LINK, STORE, Begin, Hello, NodeLink, Refused
-from sapwood_worker.ipc.nodes import Meeting, Nodes
+from sapwood_worker.ipc.nodes import LINK, STORE, Begin, Hello, Meeting, NodeLink, Nodes, Refused, StoreTunnel
 
 SETTINGS = {"nnodes": 2, "tensor_parallel": 2, "rendezvous_key": Path(group_key())}
 

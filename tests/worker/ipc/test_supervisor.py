@@ -9,10 +9,9 @@ from typing import Any, cast
 import pytest
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.ipc.launch import SchedulerProcess
+from sapwood_worker.ipc.liveness import Vitals
 from sapwood_worker.ipc.messages import FromScheduler
-from sapwood_worker.ipc.supervisor import LASTING_SECONDS, Pauses, Supervisor
-from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.ipc.supervisor import LASTING_SECONDS, Pauses, SchedulerProcess, Supervisor
 
 
 def test_pauses_grow_while_ends_follow_each_other() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_kernels.native.library import processor
+from sapwood_kernels.native.products import processor
 from sapwood_testing.worker.launch_recorder import LaunchRecorder, recorded_library
 from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.scheduler.request import Request

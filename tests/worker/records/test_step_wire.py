@@ -25,13 +25,12 @@ from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.group.follower import follow
 from sapwood_worker.core.group.group_runner import GroupRunner
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.backend import TokenMasks
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.experts import ExpertMove
-from sapwood_worker.records.page_copies import CacheLoad, Copies, PageCopy
-from sapwood_worker.records.step import Entry, Step
+from sapwood_worker.records.step import CacheLoad, Copies, Entry, PageCopy, Step
 from sapwood_worker.records.step_wire import encode, encode_masks, read, read_masks
 
 VOCAB = 97

@@ -15,16 +15,14 @@ import pytest
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.handoff.process_memory import ProcessMemory
 from sapwood_testing.worker.model_scheduler import scheduler_for
-from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.mover import PageMover
-from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
-from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
-from sapwood_worker.core.cache.handoff.movers.shm import SharedMemoryMover
-from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
-from sapwood_worker.core.cache.handoff.server import PageServer
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
+from sapwood_worker.core.cache.transfer.backend import PageMover
+from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcMover, ExportedPages
+from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.cache.transfer.server import PageServer
+from sapwood_worker.core.cache.transfer.tcp import QuickestMover, SharedMemoryMover, TcpMover
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 from sapwood_worker.model.pools.peer_pages import OwnPool

@@ -15,16 +15,14 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.handoff.process_memory import ProcessMemory
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.cache.handoff.landing import Landing
-from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
-from sapwood_worker.core.cache.handoff.pulls import Pulls
-from sapwood_worker.core.cache.handoff.server import PageServer
-from sapwood_worker.core.cache.handoff.takeover import Takeover
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
-from sapwood_worker.core.cache.storage.executor import ThreadExecutor
+from sapwood_worker.core.cache.host import HostPages
+from sapwood_worker.core.cache.storage.backend import ThreadExecutor
 from sapwood_worker.core.cache.storage.record import namespace_of
+from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcMover, ExportedPages
+from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.cache.transfer.reads import Landing, Pulls, Takeover
+from sapwood_worker.core.cache.transfer.server import PageServer
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
@@ -32,7 +30,7 @@ from sapwood_worker.core.tiering import HostGround, Tiering
 from sapwood_worker.model.pools.peer_pages import OwnPool
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.settings.compounds import HostCache, KvTransfer
+from sapwood_worker.settings import HostCache, KvTransfer
 
 PAGE, PAGES, CONTEXT = 4, 96, 128
 FINGERPRINT = bytes.fromhex(namespace_of("model"))

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.storage import record
 from sapwood_worker.core.cache.storage.file import FileStorage

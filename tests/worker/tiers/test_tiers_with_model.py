@@ -17,15 +17,14 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.telemetry.metrics import MetricSet
 from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.storage.file import FileStorage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.core.observers import StepClock
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.front.metrics import WorkerMetrics
-from sapwood_worker.front.observer import EngineObserver
+from sapwood_worker.front.metrics import EngineObserver, WorkerMetrics
 from sapwood_worker.ipc.messages import Step as StepMessage
 
 TOKENS = 6

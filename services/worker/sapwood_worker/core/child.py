@@ -32,7 +32,7 @@ _SHAPES = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what the front tells each of them (``ipc/launch.py``)."""
+    """Adds what the front tells each of them (``ipc/supervisor.py``)."""
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--parent", type=int, required=True)
 

@@ -16,12 +16,10 @@ from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.grammar.artefact import BUILD_STACK_BYTES
 from sapwood_common.settings.flags import service_flag
 from sapwood_worker.core.observers import Observer
-from sapwood_worker.core.operations import Operations
-from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
+from sapwood_worker.core.scheduler.ranks import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.tiering import Tiering, device_report
-from sapwood_worker.core.tiers_of_ranks import TiersOfRanks
+from sapwood_worker.core.tiering import Tiering, TiersOfRanks, device_report
 from sapwood_worker.ipc.messages import (
     CACHE_FIELDS,
     Abort,
@@ -29,22 +27,30 @@ from sapwood_worker.ipc.messages import (
     Answered,
     CacheCommand,
     CallFailed,
-    FromScheduler,
+    Flush,
     KeepHandoffs,
+    Mailbox,
+    Operation,
+    Pause,
+    Pin,
     Refused,
+    Resume,
     Shutdown,
+    StartProfile,
     Step,
+    StopProfile,
     Submit,
     ToScheduler,
+    Unpin,
 )
 from sapwood_worker.model.grammar.backend import GrammarBackend
 from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.records.page_copies import LatePages
-from sapwood_worker.records.step import LaunchedStep, RankLostError, Runner
+from sapwood_worker.records.step import LatePages, LaunchedStep, RankLostError, Runner
 
 logger = logging.getLogger(__name__)
+
 
 MOST_FAILURES = 3
 """Failed steps in a row after which the process ends: a broken GPU context does not recover."""
@@ -58,22 +64,6 @@ _STORAGE_WAIT_SECONDS = 0.001
 
 _WITHOUT_TIERS = (("stats", ""), ("clear", "device"), ("clear", "all"), ("role", "both"), ("restore_role", "both"))
 """Commands on the cache's tiers that need none but the device's."""
-
-
-class Mailbox(Protocol):
-    """Where the loop gets its messages and sends its answers."""
-
-    def receive(self, *, wait: bool) -> list[ToScheduler]:
-        """Removes and returns all messages that are there.
-
-        Args:
-            wait: If there is none, wait for one; may still return an empty list.
-        """
-        ...
-
-    def send(self, message: FromScheduler) -> None:
-        """Hands a message on, in order; never blocks."""
-        ...
 
 
 class EventLoop:
@@ -403,3 +393,76 @@ class PendingGrammars(Generic[ItemT]):
             except SapwoodError as error:
                 results.append((item, error))
         return results
+
+
+# What an operator asks of a scheduler: flush, pin, pause, profile. Runs in the scheduler process, between steps.
+
+
+class Profiler(Protocol):
+    """Records what the process does."""
+
+    def start(self, folder: str) -> None:
+        """Begins to record; the trace will be written into ``folder``."""
+        ...
+
+    def stop(self) -> str:
+        """Ends the recording and writes it; returns the file's path."""
+        ...
+
+
+class Operations:
+    """Carries out operators' requests.
+
+    Args:
+        scheduler: The core.
+        profiler: Records; None: this process cannot record.
+    """
+
+    def __init__(self, scheduler: Scheduler | RankPlanner, profiler: Profiler | None = None) -> None:
+        self._scheduler = scheduler
+        self._profiler = profiler
+        self._recording = False
+
+    def run(self, operation: Operation) -> Answered | CallFailed:
+        """Carries out an operation; returns the answer to send."""
+        try:
+            return self._run(operation)
+        except SapwoodError as error:
+            return CallFailed(operation.call, type(error).__name__, error.message, error.field)
+
+    def _run(self, operation: Operation) -> Answered:
+        match operation:
+            case Flush(call):
+                return Answered(call, self._scheduler.flush_cache())
+            case Pin(call, name, token_ids, namespace, seconds):
+                return Answered(call, self._scheduler.pin(name, array("I", token_ids), namespace, seconds))
+            case Unpin(call, name):
+                return Answered(call, int(self._scheduler.unpin(name)))
+            case Pause(call, retract):
+                self._scheduler.pause(retract=retract)
+                return Answered(call)
+            case Resume(call):
+                self._scheduler.resume()
+                return Answered(call)
+            case StartProfile(call, folder):
+                self._start_profile(folder)
+                return Answered(call)
+            case StopProfile(call):
+                return Answered(call, text=self._stop_profile())
+
+    def _start_profile(self, folder: str) -> None:
+        if self._profiler is None:
+            raise InvalidArgumentError("this worker cannot record a profile")
+        if self._recording:
+            raise InvalidArgumentError("a profile is being recorded already")
+        try:
+            self._profiler.start(folder)
+        except OSError as error:
+            raise InvalidArgumentError(f"cannot write a profile to {folder}: {error}", field="folder") from error
+        self._recording = True
+
+    def _stop_profile(self) -> str:
+        if self._profiler is None or not self._recording:
+            raise InvalidArgumentError("no profile is being recorded")
+        self._recording = False
+        return self._profiler.stop()

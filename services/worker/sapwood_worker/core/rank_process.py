@@ -1,4 +1,4 @@
-"""A rank's process, 1 and up: loads its part of the model and follows rank 0, the scheduler process. Started by ``launch.py``."""
+"""The process of a rank from 1 up: loads its part of the model and follows rank 0. ``supervisor.py`` starts it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sapwood_common.network.keyed_ways import connect
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.core.child import add_arguments, begin, load, spare_the_collector
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.ipc.progress import Pulse, progress_file
+from sapwood_worker.ipc.liveness import Pulse, progress_file
 from sapwood_worker.ipc.rank import last_words
-from sapwood_worker.records.ranks.place import Place
+from sapwood_worker.records.ranks import Place
 
 logger = logging.getLogger(__name__)
 

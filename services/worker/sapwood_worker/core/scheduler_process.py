@@ -1,4 +1,4 @@
-"""The scheduler process: loads the model, then runs the event loop. Started by the gRPC front (``launch.py``).
+"""The scheduler process: loads the model, then runs the event loop. Started by the gRPC front (``supervisor.py``).
 
 It knows no gRPC: nothing but the scheduler and the model takes its interpreter's time.
 """
@@ -23,32 +23,24 @@ from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.child import Task, add_arguments, begin, load, spare_the_collector
-from sapwood_worker.core.crash_dump import CrashDump
-from sapwood_worker.core.event_loop import EventLoop
-from sapwood_worker.core.experts.balancer import ExpertBalancer
-from sapwood_worker.core.experts.watch import ExpertWatch
-from sapwood_worker.core.group.group_runner import GroupRunner
-from sapwood_worker.core.group.split_requests import SplitRequestsRunner
+from sapwood_worker.core.event_loop import EventLoop, Operations, Profiler
+from sapwood_worker.core.expert_balancing import ExpertBalancer, ExpertWatch
+from sapwood_worker.core.group.group_runner import GroupRunner, SplitRequestsRunner
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
-from sapwood_worker.core.observers import AllReduceWatch, Observer, StageLog, StepClock, Watchdog
-from sapwood_worker.core.operations import Operations, Profiler
+from sapwood_worker.core.observers import AllReduceWatch, CrashDump, Observer, StageLog, StepClock, Watchdog
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
-from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
+from sapwood_worker.core.scheduler.ranks import RankPlanner
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
-from sapwood_worker.core.tiering import Tiering, measure_token_seconds
-from sapwood_worker.core.tiers_of_ranks import TiersOfRanks
-from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
-from sapwood_worker.ipc.messages import Failed, Ready
-from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse
+from sapwood_worker.core.tiering import Tiering, TiersOfRanks, measure_token_seconds
+from sapwood_worker.ipc.liveness import PROGRESS_FILE, Pulse
+from sapwood_worker.ipc.messages import Failed, OrphanedError, Ready, StagedMailbox, ZmqMailbox, stages_are_logged
 from sapwood_worker.ipc.rank import last_words
-from sapwood_worker.ipc.stages import StagedMailbox, stages_are_logged
 from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds
 from sapwood_worker.model.grammar.registry import make_backend
 from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.ranks.place import ALONE, Place
-from sapwood_worker.records.ranks.waits import Waits
+from sapwood_worker.records.ranks import ALONE, Place, Waits
 from sapwood_worker.records.step import RankGoneError, RankLostError
 
 logger = logging.getLogger(__name__)
@@ -272,7 +264,7 @@ def _profiler() -> Profiler | None:
 
 
 class LazyProfiler:
-    """Implements :class:`~sapwood_worker.core.operations.Profiler`; imports torch when it is first used."""
+    """Implements :class:`~sapwood_worker.core.event_loop.Profiler`; imports torch when it is first used."""
 
     def __init__(self) -> None:
         self._profiler: Profiler | None = None

@@ -8,43 +8,39 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from sapwood_common.errors import ConfigError
 from sapwood_net.sockets.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.core.cache.handoff.landing import Landing
-from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.mover import PageMover
-from sapwood_worker.core.cache.handoff.movers.cuda_ipc import CudaIpcMover, ExportedPages
-from sapwood_worker.core.cache.handoff.movers.mooncake import MooncakeMover, MooncakeSource
-from sapwood_worker.core.cache.handoff.movers.nixl import NixlMover, NixlSource
-from sapwood_worker.core.cache.handoff.movers.quickest import QuickestMover
-from sapwood_worker.core.cache.handoff.movers.shm import SharedMemoryMover
-from sapwood_worker.core.cache.handoff.movers.tcp import TcpMover
-from sapwood_worker.core.cache.handoff.pulls import READS, Pulls
-from sapwood_worker.core.cache.handoff.server import PageServer
-from sapwood_worker.core.cache.handoff.takeover import Takeover
-from sapwood_worker.core.cache.handoff.tls import PageTls
-from sapwood_worker.core.cache.handoff.wire import Way
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.host import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageKey
-from sapwood_worker.core.cache.storage.executor import ThreadExecutor
+from sapwood_worker.core.cache.storage.backend import ThreadExecutor
 from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, StorageOpener, measure_prefill
 from sapwood_worker.core.cache.storage.record import handoff_namespace, take_good
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
+from sapwood_worker.core.cache.transfer.backend import PageMover
+from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcMover, ExportedPages
+from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.cache.transfer.mooncake import MooncakeMover, MooncakeSource
+from sapwood_worker.core.cache.transfer.nixl import NixlMover, NixlSource
+from sapwood_worker.core.cache.transfer.reads import READS, Landing, Pulls, Takeover
+from sapwood_worker.core.cache.transfer.server import PageServer
+from sapwood_worker.core.cache.transfer.tcp import QuickestMover, SharedMemoryMover, TcpMover
+from sapwood_worker.core.cache.transfer.wire import PageTls, Way
 from sapwood_worker.ipc.messages import CacheVerb
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.peer_pages import OwnPool
 from sapwood_worker.records.handoff import HandoffTicket
-from sapwood_worker.records.load import Load
+from sapwood_worker.records.load import Load, TierReport
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Runner
-from sapwood_worker.records.tier_report import TierReport
-from sapwood_worker.settings.names import HandoffMover, Role
+from sapwood_worker.settings import HandoffMover, Role
 
 logger = logging.getLogger(__name__)
+
 
 T = TypeVar("T")
 
@@ -348,13 +344,14 @@ def measure_token_seconds(config: WorkerConfig, runner: TieredRunner) -> float:
     return measure_prefill(runner, info.page_size, counts, longest)
 
 
-# Host pages as the place where pulled pages go: what comes is checked byte by byte, and is a page of the second tier then.
+# Host pages as the place where pulled pages go: what comes is checked byte by byte, and is a page of the second tier
+# then.
 _BATCH = 16
 """Few, so that a prompt of 1000 tokens is read by several at once; a connection carries 1 to 2 GB/s."""
 
 
 class HostGround:
-    """Implements :class:`~sapwood_worker.core.cache.handoff.pulls.Ground`.
+    """Implements :class:`~sapwood_worker.core.cache.transfer.reads.Ground`.
 
     Args:
         host: The second tier's pages.
@@ -363,7 +360,7 @@ class HostGround:
         mover: Reads.
 
     Attributes:
-        batch, early_reads: As :class:`~sapwood_worker.core.cache.handoff.pulls.Ground` has it.
+        batch, early_reads: As :class:`~sapwood_worker.core.cache.transfer.reads.Ground` has it.
         page_bytes: Bytes of a page's content.
         parts: Counts what came of pages before all of their layers were computed.
     """
@@ -394,3 +391,78 @@ class HostGround:
     def released(self, serial: int, wanted: Sequence[PageKey]) -> bool:
         """A request waits no longer; returns whether all that it wanted is there."""
         return len(self._host.match(wanted)) == len(wanted)
+
+
+# The lower tiers of the KV cache where each rank has requests and pages of its own: those of each rank, all equally
+# large.
+
+
+class TiersOfRanks:
+    """Does with the ranks' tiers what :class:`~sapwood_worker.core.tiering.Tiering` does with one's.
+
+    A page is the same object whichever rank has computed it: of a store, and of what other workers hand off, each rank reads what
+    it lacks. Each listens at a port of its own for those that read what it hands off, from ``--kv-transfer-port`` up.
+
+    Args:
+        config: The worker's configuration.
+        runner: The runner.
+        pool: Rank 0's host pool, which has the others'.
+        seconds_per_token: As :class:`Tiering` takes it.
+
+    Attributes:
+        caches: Each rank's tiers, as its scheduler knows them.
+
+    Raises:
+        ConfigError: As :class:`Tiering`.
+    """
+
+    def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool, seconds_per_token: float) -> None:
+        self._ranks = [
+            Tiering(_of_rank(config, rank), runner, each, seconds_per_token)
+            for rank, each in enumerate((pool, *pool.others))
+        ]
+        self.caches: Sequence[HierarchicalCache] = [each.cache for each in self._ranks]
+
+    @property
+    def fingerprint(self) -> bytes:
+        """As :class:`Tiering` has it."""
+        return self._ranks[0].fingerprint
+
+    @property
+    def busy(self) -> bool:
+        """As :attr:`Tiering.busy`."""
+        return any(each.busy for each in self._ranks)
+
+    def command(self, verb: CacheVerb, argument: str, answer: Callable[[str], None]) -> None:
+        """As :meth:`Tiering.command`; of what goes wrong with several ranks the first is told."""
+        said: list[str] = []
+
+        def one(error: str) -> None:
+            said.append(error)
+            if len(said) == len(self._ranks):
+                answer(next((each for each in said if each), ""))
+
+        for each in self._ranks:
+            each.command(verb, argument, one)
+
+    def report(self, load: Load) -> list[TierReport]:
+        """The tiers as they are now, all ranks' together."""
+        devices, *lower = zip(*(each.report(load) for each in self._ranks), strict=True)
+        device = replace(devices[0], hit_tokens=sum(each.hit_tokens for each in devices))
+        return [device, *map(_together, lower)]
+
+    def poll(self) -> None:
+        """As :meth:`Tiering.poll`."""
+        for each in self._ranks:
+            each.poll()
+
+
+def _of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
+    return config.model_copy(update={"kv_transfer_port": config.kv_transfer_port and config.kv_transfer_port + rank})
+
+
+def _together(reports: Sequence[TierReport]) -> TierReport:
+    """One tier of all ranks: what is counted is summed, and of a store's states the worst is told."""
+    worst = max(reports, key=lambda each: (each.state == "failing", each.state == "opening"))
+    counted = [name for name, value in asdict(worst).items() if not isinstance(value, str)]
+    return replace(worst, **{name: sum(getattr(each, name) for each in reports) for name in counted})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
+import msgspec
 from msgspec.structs import replace
 
 from sapwood.v1 import common_pb2, worker_pb2
@@ -16,14 +17,13 @@ from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_common.telemetry.logs import is_valid_request_id
 from sapwood_worker.front.kv_event_stream import KvEventBatch, KvEventStream
-from sapwood_worker.ipc.messages import AnnouncePages
+from sapwood_worker.ipc.messages import AnnouncePages, Terms
 from sapwood_worker.records.handoff import Handoff, HandoffTicket
 from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
-from sapwood_worker.records.load import Load
+from sapwood_worker.records.load import Load, TierName, TierReport
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, RequestOutput, TokenLogprobs
-from sapwood_worker.records.terms import Terms
-from sapwood_worker.settings.names import Role
+from sapwood_worker.settings import Role
 
 _FINISH = {
     "stop": common_pb2.FINISH_REASON_STOP,
@@ -281,8 +281,8 @@ def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo, seed
     return replace(params, max_tokens=max_tokens), count
 
 
-# The token that ends a request, the model's own or one of stop_token_ids, is part of token_ids and counted in the usage: so a
-# client that resumes from what it got has all of it. Whoever turns tokens into text skips it.
+# The token that ends a request, the model's own or one of stop_token_ids, is part of token_ids and counted in the
+# usage: so a client that resumes from what it got has all of it. Whoever turns tokens into text skips it.
 def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
     """One message of the answer; the first and the last carry the usage, the last the finish reason."""
     response = worker_pb2.WorkerGenerateResponse(token_ids=output.token_ids, index=output.index)
@@ -394,3 +394,35 @@ def _to_kv_event(event: KvEvent, block_size: int, token_ids: bool) -> worker_pb2
 def _require(condition: bool, name: str, value: float, expected: str) -> None:
     if not condition:
         raise InvalidArgumentError(f"sampling.{name} is {value:g}; it must be {expected}", field=f"sampling.{name}")
+
+
+# Converts between protobuf and the reports on the KV cache's tiers.
+
+
+_TIERS: dict[TierName, worker_pb2.CacheTier] = {
+    "device": worker_pb2.CACHE_TIER_DEVICE,
+    "host": worker_pb2.CACHE_TIER_HOST,
+    "storage": worker_pb2.CACHE_TIER_STORAGE,
+}
+
+
+def to_tier_stats(reports: Sequence[TierReport]) -> list[worker_pb2.CacheTierStats]:
+    """The reports as messages."""
+    messages = []
+    for report in reports:
+        fields = msgspec.structs.asdict(report)
+        messages.append(worker_pb2.CacheTierStats(**fields | {"tier": _TIERS[report.tier]}))
+    return messages
+
+
+def to_tier_names(request: worker_pb2.ClearCacheRequest) -> list[str]:
+    """The tiers to clear, in order; ``all`` for all that there are.
+
+    Raises:
+        InvalidArgumentError: A tier is unspecified or unknown.
+    """
+    names = {value: name for name, value in _TIERS.items()}
+    for tier in request.tiers:
+        if tier not in names:
+            raise InvalidArgumentError(f"{tier} is not a tier", field="tiers")
+    return [names[tier] for tier in dict.fromkeys(request.tiers)] or ["all"]

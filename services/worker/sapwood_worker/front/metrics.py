@@ -1,16 +1,19 @@
-"""The worker's metrics; docs/metrics.md lists them."""
+"""The worker's metrics, and what is measured and traced of each generation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from sapwood_common.telemetry.metrics import MetricSet, OneOf
-from sapwood_worker.ipc.vitals import Vitals
+from sapwood_common.telemetry.tracing import Span, Tracing
+from sapwood_worker.ipc.liveness import Vitals
 from sapwood_worker.records.experts import ExpertLoad
-from sapwood_worker.records.load import Load
+from sapwood_worker.records.load import Load, LoadTime, StepTime
 from sapwood_worker.records.model_info import APART, OVERLAPPED, SUM_METHODS, SUM_SIZES, SumChoices
-from sapwood_worker.records.step_time import StepTime
+from sapwood_worker.records.output import RequestOutput
 
 _RANKS = 8
 _EXPERTS = 512
@@ -247,12 +250,12 @@ class WorkerMetrics:
             "running": ("gauge", "_requests", "Of these, in its batch."),
             "step_tokens": ("gauge", "", "What a step of these takes, as the tokens that could be computed meanwhile."),
         }
-        for field, (kind, suffix, text) in described.items():
+        for figure, (kind, suffix, text) in described.items():
             self._metrics.polled(
                 kind,
-                f"sapwood_worker_rank_{field}{suffix}",
+                f"sapwood_worker_rank_{figure}{suffix}",
                 text,
-                partial(_by_rank, load, field),
+                partial(_by_rank, load, figure),
                 rank=OneOf(*map(str, range(_RANKS)), shown=f"0 to {_RANKS - 1}"),
             )
 
@@ -312,16 +315,16 @@ class WorkerMetrics:
             "handoff_pages": ("kv_transfer_kept_pages", "Pages of the host's memory that are kept for other workers.")
         }
         for kind, end, described in (("counter", "_total", counters), ("gauge", "", kept)):
-            for field, (name, text) in described.items():
-                read = _reading(partial(_field, load, field))
-                was = f"sapwood_worker_{field}{end}"
+            for figure, (name, text) in described.items():
+                read = _reading(partial(_field, load, figure))
+                was = f"sapwood_worker_{figure}{end}"
                 self._metrics.polled(kind, f"sapwood_worker_{name}{end}", text, read, was=was)
 
     def _follow(self, kind: str, load: Callable[[], Load], described: Mapping[str, str]) -> None:
         """Adds metrics that each show a field of the load: the field's name, and what the metric says."""
-        for field, text in described.items():
-            name = f"sapwood_worker_{field}" + ("_total" if kind == "counter" else "")
-            self._metrics.polled(kind, name, text, _reading(partial(_field, load, field)))
+        for figure, text in described.items():
+            name = f"sapwood_worker_{figure}" + ("_total" if kind == "counter" else "")
+            self._metrics.polled(kind, name, text, _reading(partial(_field, load, figure)))
 
 
 def _reading(read: Callable[[], float]) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
@@ -344,3 +347,102 @@ def _by_expert(tokens: tuple[int, ...]) -> list[tuple[tuple[str], float]]:
     found = [((str(expert),), float(count)) for expert, count in enumerate(tokens[:_EXPERTS])]
     others = sum(tokens[_EXPERTS:])
     return [*found, (("others",), float(others))] if others else found
+
+
+# What the front measures and traces of each generation: time in the queue, to the first token, and to the end.
+
+
+@dataclass(slots=True)
+class _Times:
+    """When things happened to one generation, in seconds on ``time.monotonic``'s clock; ``last``: its latest output."""
+
+    span: Span | None
+    arrived: float
+    started: float | None = None
+    first: float | None = None
+    last: RequestOutput | None = None
+    loads: list[LoadTime] = field(default_factory=list)
+
+
+class EngineObserver:
+    """Counts, times and traces what the engine reports, on the event loop.
+
+    Args:
+        metrics: The worker's.
+        tracing: Where spans go; only requests that name a trace context have any.
+    """
+
+    def __init__(self, metrics: WorkerMetrics, tracing: Tracing | None = None) -> None:
+        self._metrics = metrics
+        self._tracing = tracing or Tracing()
+        self._running: dict[int, _Times] = {}
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+
+    def submitted(self, serial: int, request_id: str, traceparent: str | None) -> None:
+        """A generation was handed to the scheduler."""
+        span = None
+        if self._tracing.on and traceparent is not None:
+            span = self._tracing.start(
+                "worker generate", parent=traceparent, kind="server", attributes={"sapwood.request_id": request_id}
+            )
+        self._running[serial] = _Times(span, time.monotonic())
+
+    def steps(self, steps: Sequence[StepTime]) -> None:
+        """Steps ended."""
+        for step in steps:
+            self._metrics.step(step)
+            for serial in step.started:
+                if (times := self._running.get(serial)) is not None:
+                    times.started = step.at
+                    self._metrics.queue.at().observe(max(0.0, step.at - times.arrived))
+            for load in step.loads:
+                if (times := self._running.get(load.serial)) is not None:
+                    times.loads.append(load)
+
+    def outputs(self, outputs: Sequence[RequestOutput]) -> None:
+        """Generations got outputs."""
+        for output in outputs:
+            if (times := self._running.get(output.serial)) is None:
+                continue
+            times.last = output
+            if times.first is None and output.token_ids:
+                times.first = time.monotonic()
+                self._metrics.first_token.at().observe(times.first - times.arrived)
+
+    def closed(self, serial: int, *, active: bool) -> None:
+        """A generation ended. ``active``: the scheduler was not done with it, so it was aborted."""
+        times = self._running.pop(serial)
+        last = times.last
+        finish = last.finish_reason if last is not None else None
+        outcome = "aborted" if active else finish if finish in ("stop", "length", "handoff") else "failed"
+        self._metrics.requests.at(outcome=outcome).inc()
+        if times.span is not None:
+            self._end_span(times, times.span, outcome)
+
+    def _end_span(self, times: _Times, span: Span, outcome: str) -> None:
+        now = time.monotonic()
+        bounds = [("queue", times.arrived, times.started), ("prefill", times.started, times.first)]
+        bounds.append(("decode", times.first, now))
+        for name, begin, end in bounds:
+            if begin is not None:
+                part = self._tracing.start(name, parent=span.traceparent, at_ns=self._unix_ns(begin))
+                part.end(at_ns=self._unix_ns(now if end is None else end))
+        for load in times.loads:
+            attributes = {"sapwood.cache.tier": load.tier, "sapwood.cache.pages": load.pages}
+            part = self._tracing.start(
+                "cache load", parent=span.traceparent, attributes=attributes, at_ns=self._unix_ns(load.began)
+            )
+            part.end(at_ns=self._unix_ns(load.ended))
+        if times.last is not None:
+            span.set("gen_ai.usage.input_tokens", times.last.prompt_tokens)
+            span.set("gen_ai.usage.output_tokens", times.last.completion_tokens)
+            span.set("gen_ai.usage.cache_read.input_tokens", times.last.cached_tokens)
+            span.set("sapwood.drafted_tokens", times.last.drafted_tokens)
+            span.set("sapwood.accepted_tokens", times.last.accepted_tokens)
+        span.set("sapwood.outcome", outcome)
+        if outcome == "failed":
+            span.set("error.type", outcome)
+        span.end(error=outcome if outcome == "failed" else None)
+
+    def _unix_ns(self, seconds: float) -> int:
+        return self._epoch_ns + round(seconds * 1e9)

@@ -32,14 +32,14 @@ from sapwood_worker.front.convert import (
     to_role,
     to_sampling,
     to_terms,
+    to_tier_names,
+    to_tier_stats,
 )
-from sapwood_worker.front.convert_cache import to_tier_names, to_tier_stats
-from sapwood_worker.front.engine import Engine
-from sapwood_worker.front.generation import Generation
+from sapwood_worker.front.engine import Engine, Generation
 from sapwood_worker.front.kv_event_stream import KvEventBatch
 from sapwood_worker.front.served_model import ServedModel, to_model_info
 from sapwood_worker.front.session import Session
-from sapwood_worker.records.tier_report import TierReport
+from sapwood_worker.records.load import TierReport
 
 SERVICE = "sapwood.v1.Worker"
 UNCOUNTED = frozenset(f"/{SERVICE}/{method}" for method in ("WatchLoad", "Session", "SubscribeKvEvents"))

@@ -6,20 +6,44 @@ request is cancelled, while outputs of that are still on their way.
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, Protocol
 
 import msgspec
+import zmq
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.records.experts import ExpertLoad
-from sapwood_worker.records.handoff import HandoffTicket
+from sapwood_worker.records.handoff import HandoffTicket, log_stage
 from sapwood_worker.records.kv_events import KvEvent
-from sapwood_worker.records.load import Load
+from sapwood_worker.records.load import Load, StepTime, TierReport
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, RequestOutput
-from sapwood_worker.records.step_time import StepTime
-from sapwood_worker.records.terms import USUAL, Terms
-from sapwood_worker.records.tier_report import TierReport
+
+logger = logging.getLogger(__name__)
+
+
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """How a request is ranked among others, and how long it may take.
+
+    Attributes:
+        priority: Higher goes first, where the policy heeds priorities.
+        tenant: On whose behalf it runs; tenants get equal shares.
+        namespace: Requests of different namespaces share no cached pages; see
+            ``sapwood_common.contract.page_hash.cache_namespace``.
+        seconds: Seconds after which it ends, finished or not; None: no limit.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    namespace: bytes = b""
+    seconds: float | None = None
+
+
+USUAL = Terms()
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -219,3 +243,148 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(message: ToScheduler | FromScheduler) -> bytes:
     """The msgpack bytes of any of the messages above."""
     return _encoder.encode(message)
+
+
+# The scheduler process's end of the sockets between the worker's two processes.
+
+
+_WAIT_MS = 500
+"""The loop looks at the leases of handed-off pages at least so often."""
+
+
+class OrphanedError(Exception):
+    """The front is gone."""
+
+
+class ZmqMailbox:
+    """Implements :class:`Mailbox` over two ZeroMQ sockets.
+
+    Args:
+        folder: Where the front's sockets are.
+        parent: The front's process id; waiting ends when that process is gone.
+    """
+
+    def __init__(self, folder: Path, parent: int) -> None:
+        self._parent = parent
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.connect(f"ipc://{folder}/to-scheduler")
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.set_hwm(
+            0
+        )  # the front always reads, and merges what its clients do not: that is what bounds memory
+        self._outbox.setsockopt(zmq.LINGER, 2_000)
+        self._outbox.connect(f"ipc://{folder}/from-scheduler")
+
+    def receive(self, *, wait: bool) -> list[ToScheduler]:
+        """Removes and returns all messages that are there.
+
+        Raises:
+            OrphanedError: The front is gone.
+        """
+        if wait and not self._inbox.poll(_WAIT_MS) and os.getppid() != self._parent:
+            raise OrphanedError
+        messages: list[ToScheduler] = []
+        while True:
+            try:
+                messages.append(to_scheduler_decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, message: FromScheduler) -> None:
+        self._outbox.send(encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Sends what is queued and closes."""
+        self._inbox.close()
+        self._outbox.close()
+        self._context.term()
+
+
+# Debug lines that say when messages about KV transfers pass, for ``benchmarks/gpu/bench_handoff.py --stages``.
+#
+# Nothing of it runs unless the log level is ``debug``.
+
+
+def stages_are_logged() -> bool:
+    """True if the log level is debug."""
+    return logger.isEnabledFor(logging.DEBUG)
+
+
+def staged_send(send: Callable[[ToScheduler], None]) -> Callable[[ToScheduler], None]:
+    """Sends as ``send`` does, with a line for each message of a KV transfer."""
+
+    def staged(message: ToScheduler) -> None:
+        send(message)
+        for stage in _asked(message):
+            log_stage(f"{stage} passed on")
+
+    return staged
+
+
+def staged_receive(receive: Callable[[FromScheduler], None]) -> Callable[[FromScheduler], None]:
+    """Receives as ``receive`` does, with a line for each message with tokens or pages."""
+
+    def staged(message: FromScheduler) -> None:
+        for stage in _answered(message):
+            log_stage(f"{stage} at front")
+        receive(message)
+
+    return staged
+
+
+class Mailbox(Protocol):
+    """Where the scheduler's loop gets its messages and sends its answers."""
+
+    def receive(self, *, wait: bool) -> list[ToScheduler]:
+        """Removes and returns all messages that are there.
+
+        Args:
+            wait: If there is none, wait for one; may still return an empty list.
+        """
+        ...
+
+    def send(self, message: FromScheduler) -> None:
+        """Hands a message on, in order; never blocks."""
+        ...
+
+
+class StagedMailbox:
+    """Implements :class:`Mailbox` over another one.
+
+    Args:
+        mailbox: The other one.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+
+    def receive(self, *, wait: bool) -> list[ToScheduler]:
+        """The messages of the other mailbox."""
+        messages = self._mailbox.receive(wait=wait)
+        for message in messages:
+            for stage in _asked(message):
+                log_stage(f"{stage} taken")
+        return messages
+
+    def send(self, message: FromScheduler) -> None:
+        """Sends a message over the other mailbox."""
+        self._mailbox.send(message)
+        for stage in _answered(message):
+            log_stage(f"{stage} sent")
+
+
+def _asked(message: ToScheduler) -> Iterator[str]:
+    if isinstance(message, Submit) and (message.hands_off or message.ticket is not None):
+        yield "request"
+    elif isinstance(message, AnnouncePages):
+        yield "pages"
+
+
+def _answered(message: FromScheduler) -> Iterator[str]:
+    if isinstance(message, Step):
+        if message.outputs:
+            yield "tokens"
+        if any(output.ticket is not None for output in message.outputs):
+            yield "ticket" if any(output.finish_reason == "handoff" for output in message.outputs) else "pages"

@@ -1,40 +1,278 @@
-"""The other nodes of a group, as the first one sees them: they come, are told when to start their ranks, and are watched."""
+"""The hosts of a group: the first one, the others, and the link between them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
+import struct
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import msgspec
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.keyed_ways import (
     HELLO_SECONDS,
     KEY_BYTES,
+    Purpose,
     StrangerError,
     Strangers,
     derive,
     greet,
+    introduce,
     listen,
 )
+from sapwood_common.network.socket_folder import SocketFolder
+from sapwood_common.serving.stop_signal import stop_signal
+from sapwood_common.telemetry.logs import announce
+from sapwood_net.pacing.silence import Silence
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.ipc.node_link import (
-    LINK,
-    STEPS,
-    STORE,
-    Begin,
-    End,
-    Hello,
-    LinkLostError,
-    Loaded,
-    NodeLink,
-    RankEnded,
-    Refused,
-    Standings,
-    join_streams,
+from sapwood_worker.ipc.rank import (
+    LOST_AFTER,
+    LOST_AT_START_AFTER,
+    Rank,
+    RankSilence,
+    RankStanding,
+    Standing,
+    rank_command,
 )
-from sapwood_worker.ipc.standing import Standing
+
+# The other nodes of a group, as the first one sees them: they come, are told when to start their ranks, and are watched.
+
 
 logger = logging.getLogger(__name__)
+
+
+# The connection between the first node of a group and another: what they tell each other, and signs of life.
+
+
+LINK, STORE = b"link", b"stor"
+"""What a node connects to the first one for: to follow it; to reach the store by which the ranks of an epoch meet."""
+STEPS = "steps"
+"""What the key of an epoch's connections is for."""
+_LENGTH = struct.Struct("!I")
+_MOST_BYTES = 1 << 16
+_BEAT_SECONDS = 0.1
+
+_OWN = frozenset(
+    (
+        *("node_rank", "rendezvous_key", "model", "revision", "served_model_name", "threads", "device"),
+        *("host", "port", "metrics_port", "health_host", "health_port", "sglang"),
+        *("log_level", "log_format", "trace_endpoint", "tls_cert", "tls_key", "tls_client_ca"),
+        *(
+            "kv_events_port",
+            "kv_events_replay_port",
+            "kv_events",
+            "crash_dump_folder",
+            "grpc_server",
+            "drain_timeout",
+        ),
+    )
+)
+"""Settings that each node may have its own of."""
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """A node's first message.
+
+    Attributes:
+        node: Its ``--node-rank``.
+        version: Sapwood's version there.
+        settings: What all nodes must have alike.
+    """
+
+    node: int
+    version: str
+    settings: dict[str, str]
+
+    @staticmethod
+    def of(config: WorkerConfig) -> Hello:
+        """What a node with this configuration says."""
+        shared = {name: str(value) for name, value in config.model_dump(mode="json").items() if name not in _OWN}
+        return Hello(config.node_rank, version("sapwood"), shared)
+
+    def difference(self, other: Hello) -> str:
+        """How another node differs, as a text for people; empty: in nothing that matters."""
+        if other.version != self.version:
+            return f"it runs sapwood {other.version}, this one {self.version}"
+        for name, value in self.settings.items():
+            if other.settings.get(name) != value:
+                return f"its --{name.replace('_', '-')} is {other.settings.get(name)}, here it is {value}"
+        return ""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The node cannot be one of the group."""
+
+    reason: str
+
+
+class Begin(msgspec.Struct, tag=True, frozen=True):
+    """The node is to end the ranks that it has and to start them anew.
+
+    Attributes:
+        epoch: Counts up.
+        steps: Port at the first node where ranks get their steps.
+        salt: Makes the key of these connections of the group's.
+    """
+
+    epoch: int
+    steps: int
+    salt: bytes
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """All ranks have loaded their model: from now on silence means more."""
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    """The node is to end its ranks."""
+
+
+class RankEnded(msgspec.Struct, tag=True, frozen=True):
+    """A rank of the node has ended.
+
+    Attributes:
+        epoch: As in :class:`Begin`.
+        rank: Its number.
+        how: For people.
+    """
+
+    epoch: int
+    rank: int
+    how: str
+
+
+class Standings(msgspec.Struct, tag=True, frozen=True):
+    """How far the node's ranks have come.
+
+    Attributes:
+        epoch: As in :class:`Begin`.
+        ranks: Of each.
+    """
+
+    epoch: int
+    ranks: list[Standing]
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """A sign of life."""
+
+
+Message = Hello | Refused | Begin | Loaded | End | RankEnded | Standings | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class LinkLostError(Exception):
+    """The other end is gone, silent, or says what makes no sense."""
+
+
+class NodeLink:
+    """One end. Gives signs of life from construction to :meth:`close`.
+
+    Args:
+        reader: What the other end says.
+        writer: The way there.
+        silence: Seconds without a sign of life after which the other end is lost. What this process slept itself does not count.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float) -> None:
+        self._reader, self._writer = reader, writer
+        self._limit = silence
+        self._silence = Silence(_BEAT_SECONDS, time.monotonic)
+        self._silent = asyncio.get_running_loop().create_future()
+        self._beating = asyncio.ensure_future(self._beat())
+
+    def send(self, message: Message) -> None:
+        """Queues a message; never blocks. To an end that is gone nothing is sent."""
+        data = _encoder.encode(message)
+        if not self._writer.is_closing():
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def receive(self) -> Message:
+        """The next message that is more than a sign of life.
+
+        Raises:
+            LinkLostError: The other end is lost.
+        """
+        reading = asyncio.ensure_future(self._read())
+        try:
+            await asyncio.wait({reading, self._silent}, return_when=asyncio.FIRST_COMPLETED)
+            if self._silent.cancelled():
+                raise LinkLostError("the connection is closed here")
+            if not reading.done():
+                raise LinkLostError(f"no sign of life for {self._silent.result():.1f} s")
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    def close(self) -> None:
+        """Ends the connection, once what was sent is gone."""
+        self._beating.cancel()
+        self._silent.cancel()
+        self._writer.close()
+
+    async def _read(self) -> Message:
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if length > _MOST_BYTES:
+                    raise LinkLostError("it speaks another language")
+                message = _decoder.decode(await self._reader.readexactly(length))
+                self._silence.heard()
+                if not isinstance(message, Beat):
+                    return message
+        except (OSError, EOFError) as error:
+            raise LinkLostError("the connection has ended") from error
+        except msgspec.MsgspecError as error:
+            raise LinkLostError("it speaks another language") from error
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.send(Beat())
+                await asyncio.sleep(_BEAT_SECONDS)
+                seconds = self._silence.check()
+                if seconds > self._limit and not self._silent.done():
+                    self._silent.set_result(seconds)
+
+
+async def join_streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
+    """Hands on all that comes over a connection to a port, and all that comes back, until either end closes."""
+    try:
+        theirs, back = await asyncio.open_connection(host, port)
+    except OSError:
+        writer.close()
+        return
+    await join_pair((reader, writer), (theirs, back))
+
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def join_pair(one: Streams, other: Streams) -> None:
+    """Hands on all that comes over either of two connections to the other one, until one closes; closes both."""
+    ways = [asyncio.ensure_future(_copy(one[0], other[1])), asyncio.ensure_future(_copy(other[0], one[1]))]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        one[1].close()
+        other[1].close()
+
+
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await source.read(_MOST_BYTES):
+            target.write(data)
+            await target.drain()
+
 
 _FIRST_SECONDS = 120.0
 """Seconds that the other nodes get to come at the start. Once they were there they are waited for without end."""
@@ -234,3 +472,225 @@ class Nodes:
     def _lose(self, rank: int, how: str) -> None:
         if self._lost is not None and not self._lost.done():
             self._lost.set_result((rank, how))
+
+
+# A node of a group other than the first: runs ranks, as the first node tells it, and nothing else.
+
+
+_AGAIN_SECONDS = 0.5
+_LEADER_SILENCE_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+
+
+async def serve_node(config: WorkerConfig, runner: str) -> int:
+    """Runs a node until it is told to stop.
+
+    Args:
+        config: Its configuration; ``node_rank`` is at least 1.
+        runner: What makes the runner in the ranks.
+
+    Returns:
+        The exit code: 0 after a signal, 1 if the first node does not come or refuses this one.
+    """
+    stopping = asyncio.ensure_future(stop_signal().wait())
+    running = asyncio.ensure_future(_FollowerNode(config, runner).run())
+    try:
+        await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        return 0
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 1
+    finally:
+        stopping.cancel()
+        running.cancel()
+        await asyncio.wait({running})
+
+
+class _FollowerNode:
+    def __init__(self, config: WorkerConfig, runner: str) -> None:
+        self._config, self._runner = config, runner
+        self._host, self._port = config.meeting_place
+        self._key = config.group_key
+        self._ranks = _NodeRanks(config, runner)
+
+    async def run(self) -> None:
+        """Goes to the first node, again and again. Raises ConfigError if it cannot be one of the group."""
+        waited, was_there = 0.0, False
+        try:
+            while True:
+                where = f"{self._host}:{self._port}"
+                try:
+                    reader, writer = await self._reach()
+                except StrangerError as error:
+                    raise ConfigError(
+                        f"--rendezvous-key: the node at {where} is none of this group: {error}"
+                    ) from error
+                except OSError as error:
+                    if waited >= _FIRST_SECONDS and not was_there:
+                        raise ConfigError(
+                            f"--rendezvous {where}: no first node within {waited:.0f} s: {error}"
+                        ) from error
+                    waited += _AGAIN_SECONDS
+                    await asyncio.sleep(_AGAIN_SECONDS)
+                    continue
+                was_there = True
+                link = NodeLink(reader, writer, _LEADER_SILENCE_SECONDS)
+                try:
+                    await self._follow(link)
+                except LinkLostError as error:
+                    logger.error("the first node is lost: %s", error)
+                finally:
+                    link.close()
+                    await self._ranks.end()
+                await asyncio.sleep(_AGAIN_SECONDS)
+        finally:
+            await self._ranks.end()
+
+    async def _reach(self) -> Streams:
+        """Connects to the first node. Raises StrangerError, OSError."""
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            await introduce(reader, writer, self._key, Purpose(LINK, self._config.node_rank))
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    async def _follow(self, link: NodeLink) -> None:
+        link.send(Hello.of(self._config))
+        announce(logger, "following %s:%d", self._host, self._port)
+        while True:
+            match await link.receive():
+                case Refused(reason):
+                    raise ConfigError(f"the first node refuses this one: {reason}")
+                case Begin() as begin:
+                    await self._ranks.end()
+                    await self._ranks.begin(begin, link)
+                case Loaded():
+                    self._ranks.loaded()
+                case End():
+                    await self._ranks.end()
+                case _:
+                    raise LinkLostError("it speaks another language")
+
+
+class StoreTunnel:
+    """A port of this host's own behind which the first node's store is, by which ranks meet.
+
+    Args:
+        host: The first node's address.
+        port: Its port.
+        key: The group's.
+        epoch: The epoch whose ranks meet.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, epoch: int) -> None:
+        self._host, self._port = host, port
+        self._key, self._purpose = key, Purpose(STORE, epoch)
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> int:
+        """Listens; returns the port."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Ends it, and the connections through it."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._serving:
+            task.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            theirs, back = await asyncio.open_connection(self._host, self._port)
+            try:
+                await introduce(theirs, back, self._key, self._purpose)
+                await join_pair((reader, writer), (theirs, back))
+            finally:
+                back.close()
+        except (OSError, StrangerError) as error:
+            logger.debug("the store is not reached: %s", error)
+        finally:
+            self._serving.discard(task)
+            writer.close()
+
+
+class _NodeRanks:
+    """The ranks of this node, of one epoch after the other."""
+
+    def __init__(self, config: WorkerConfig, runner: str) -> None:
+        self._config, self._runner = config, runner
+        self._key = config.group_key
+        self._store: StoreTunnel | None = None
+        self._folder: SocketFolder | None = None
+        self._ranks: list[Rank] = []
+        self._watching: asyncio.Future[None] | None = None
+        self._limit = LOST_AT_START_AFTER
+
+    async def begin(self, begin: Begin, link: NodeLink) -> None:
+        """Starts them."""
+        config = self._config
+        host, port = config.meeting_place
+        self._store = StoreTunnel(host, port, self._key, begin.epoch)
+        store = await self._store.start()
+        self._folder = SocketFolder("sapwood-worker-")
+        each = config.ranks // config.nnodes
+        numbers = range(config.node_rank * each, (config.node_rank + 1) * each)
+        self._ranks = [Rank(self._folder.path, number, config.ranks) for number in numbers]
+        self._limit = LOST_AT_START_AFTER
+        key = derive(self._key, STEPS, begin.salt)
+        for rank in self._ranks:
+            way = ("--leader", f"{host}:{begin.steps}", "--rendezvous", f"tcp://{host}:{store}")
+            flags = ("--rank", str(rank.number), *way)
+            command = rank_command("rank_process", self._folder.path, config, self._runner, *flags, key=key)
+            rank.start(command)
+        logger.info("ranks %d to %d of %d start", numbers[0], numbers[-1], config.ranks)
+        self._watching = asyncio.ensure_future(self._watch(begin.epoch, link, self._ranks))
+
+    def loaded(self) -> None:
+        """Notes that the ranks have loaded: from now on they may not be silent for long."""
+        self._limit = LOST_AFTER
+
+    async def end(self) -> None:
+        """Ends them at once."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+        for rank in self._ranks:
+            if rank.running:
+                rank.process.kill()
+        for rank in self._ranks:
+            await rank.process.wait()
+        self._ranks = []
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+
+    async def _watch(self, epoch: int, link: NodeLink, ranks: Sequence[Rank]) -> None:
+        silences = [RankSilence(rank, _POLL_SECONDS) for rank in ranks]
+        standings = [RankStanding(rank, _POLL_SECONDS) for rank in ranks]
+        told: set[int] = set()
+        while True:
+            # Who was killed or says why comes before those that have only lost it.
+            ended = [rank for rank in ranks if not rank.running]
+            for rank in sorted(ended, key=lambda rank: (not rank.was_killed, not rank.has_spoken)):
+                if rank.number not in told:
+                    told.add(rank.number)
+                    link.send(RankEnded(epoch, rank.number, rank.how_it_ended()))
+            for each in silences:
+                if each.check() > self._limit and each.rank.number not in told:
+                    told.add(each.rank.number)
+                    link.send(RankEnded(epoch, each.rank.number, f"no sign of life for {each.seconds:.1f} s"))
+            link.send(Standings(epoch, [each.check() for each in standings]))
+            await asyncio.sleep(_POLL_SECONDS)

@@ -1,8 +1,14 @@
-"""A process that runs the model or a part of it, as the front sees it."""
+"""A rank's process and what it shows of itself, and which of several ranks hangs."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import signal
+import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +16,110 @@ from pathlib import Path
 
 import msgspec
 
+from sapwood_common.python_process import python_command, python_environment
 from sapwood_net.pacing.silence import Silence
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.ipc.child_process import ChildProcess
-from sapwood_worker.ipc.progress import ProgressView, progress_file
+from sapwood_worker.ipc.liveness import ProgressView, progress_file
+from sapwood_worker.records.ranks import AT_REST, DEVICE, Shown
+
+# A child process that an event loop can wait for, started without running anybody's fork handlers.
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TELLS = Path("/proc/self/stat").exists()
+
+
+class ChildProcess:
+    """A Python process that is a child of this one.
+
+    It is not asyncio's: uvloop forks, and a fork in a process where gRPC's threads run gives a child that now and then ends
+    by SIGSEGV before it has become the program. ``subprocess`` calls vfork, which runs no fork handlers. A thread waits for
+    the end.
+
+    Args:
+        command: The arguments of Python.
+        said: What it reads from its standard input, which others cannot see, as they can a command line.
+        descriptors: File descriptors that it gets, by the same numbers.
+    """
+
+    def __init__(self, command: Sequence[str], said: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        with tempfile.TemporaryFile() as file:  # not a pipe: it never blocks
+            file.write(said)
+            file.seek(0)
+            self._process = subprocess.Popen(
+                python_command(*command), stdin=file, pass_fds=descriptors, env=python_environment()
+            )
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), daemon=True).start()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, minus the number of the signal that ended it, or None while it runs."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        """Waits for the end; returns :attr:`returncode`. May be cancelled, and be called by several."""
+        return await asyncio.shield(self._ended)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, or is about to, as the kernel tells; False where the kernel does not tell."""
+        return _TELLS and self._stat()[:1] in ([], [b"Z"], [b"X"])
+
+    def cpu_ticks(self) -> int:
+        """The CPU time that it has used, in the kernel's ticks; 0 where the kernel does not tell."""
+        fields = self._stat()
+        return int(fields[11]) + int(fields[12]) if fields else 0
+
+    def state(self) -> str:
+        """What its main thread does: ``R`` runs or waits for a CPU, ``S`` sleeps, ``D`` waits for a disk, ``T`` is stopped;
+        ``R`` where the kernel does not tell."""
+        fields = self._stat()
+        return fields[0].decode() if fields else "R"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it; False where the kernel does not tell."""
+        return self.state() in ("T", "t")
+
+    @property
+    def wants_cpu(self) -> bool:
+        """Whether one of its threads runs or waits for a CPU; False where the kernel does not tell."""
+        try:
+            threads = [each.name for each in Path(f"/proc/{self._process.pid}/task").iterdir()]
+        except OSError:
+            return False
+        return any(_stat_of(f"{self._process.pid}/task/{thread}")[:1] == [b"R"] for thread in threads)
+
+    def resident_bytes(self) -> int:
+        """The memory that it has in use, what it shares with others included; 0 where the kernel does not tell."""
+        fields = self._stat()
+        return int(fields[21]) * _PAGE if fields else 0
+
+    def show_stacks(self) -> None:
+        """Has it write its threads' stacks to standard error (``core/child.py``)."""
+        self._process.send_signal(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        """Sends SIGKILL; nothing happens after the end."""
+        self._process.kill()
+
+    def _stat(self) -> list[bytes]:
+        return _stat_of(str(self._process.pid))
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        code = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(self._ended.set_result, code)
+
+
+def _stat_of(task: str) -> list[bytes]:
+    """What the kernel tells of a process or thread, from its state on; empty if it tells nothing, or there is none."""
+    try:
+        stat = Path(f"/proc/{task}/stat").read_bytes()
+    except OSError:
+        return []
+    return stat.rpartition(b")")[2].split()  # the name before may hold anything
 
 
 def last_words(folder: Path, rank: int) -> Path:
@@ -177,3 +283,120 @@ class RankSilence:
     def _hear(self) -> None:
         self._silence.heard()
         self._heard = time.monotonic()
+
+
+# Which rank of a group hangs: the others wait for it, it waits for nobody, and it comes no further.
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_LEAST_SECONDS = 1.5
+"""Seconds that a rank may always take, whatever the others took."""
+_LEAST_DEVICE_SECONDS = 30.0
+"""Seconds that devices may always take for a step which all ranks have launched."""
+_MARGIN = 4.0
+"""How many times as long as the others a rank may take for the same."""
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """How far a rank has come.
+
+    Attributes:
+        rank: Its number.
+        shown: What it shows of itself.
+        seconds: Seconds for which it has come no further, less those in which it waited for a CPU or a disk.
+    """
+
+    rank: int
+    shown: Shown
+    seconds: float
+
+
+class RankStanding:
+    """Looks how far a rank has come.
+
+    Args:
+        rank: The rank, which has started.
+        interval: Seconds between calls of :meth:`check`.
+    """
+
+    def __init__(self, rank: Rank, interval: float) -> None:
+        self._rank = rank
+        self._most_a_check = 2 * interval
+        self._seconds = 0.0
+        self._moves = -1
+        self._ticks = rank.process.cpu_ticks()
+        self._checked = time.monotonic()
+
+    def check(self) -> Standing:
+        """How far it has come by now."""
+        process, shown = self._rank.process, self._rank.progress.waits()
+        now, ticks = time.monotonic(), process.cpu_ticks()
+        passed, used = now - self._checked, (ticks - self._ticks) / _TICKS
+        self._checked, self._ticks = now, ticks
+        if shown.moves != self._moves:
+            self._moves, self._seconds = shown.moves, 0.0
+        else:
+            state = process.state()
+            if state == "S" and self._seconds >= DOUBTFUL and process.wants_cpu:
+                state = "R"  # the main thread waits for one that would compute
+            counts = {"R": min(used, passed), "S": passed}.get(state, 0.0)
+            self._seconds += min(counts, self._most_a_check)
+        return Standing(self._rank.number, shown, self._seconds)
+
+
+def hung(standings: Sequence[Standing], stage: int, patience: float) -> Standing | None:
+    """The rank that hangs, if one does.
+
+    Ranks of a stage compute the same: one hangs that is behind the others by far more than they took, however long a step
+    takes. Ranks of different stages compute different things: there a rank is compared with what it took itself for other
+    steps. So it is where devices compute: there a rank hangs that is still launching a step which another has launched.
+
+    Args:
+        standings: Of all ranks.
+        stage: Ranks that compute the same, next to each other; 1: each computes something else.
+        patience: Factor of all limits.
+    """
+    for waiting in standings:
+        for rank in standings:
+            alike = rank.rank // stage == waiting.rank // stage
+            if waiting.shown.launched:
+                limit = max(waiting.shown.allowed, rank.shown.allowed)
+                behind = _launches_still(rank.shown, waiting.shown)
+            else:
+                limit = _MARGIN * waiting.shown.last if alike else rank.shown.allowed
+                behind = _is_waited_for(rank, waiting, alike=alike)
+            if behind and min(rank.seconds, waiting.seconds) >= patience * max(_LEAST_SECONDS, limit):
+                return rank
+    return None
+
+
+def stuck(standings: Sequence[Standing], patience: float) -> float | None:
+    """Seconds for which no device has come further, where one is waited for that has had all ranks' work for far too long; None:
+    there is no such. Which of them is at fault the hosts cannot tell.
+
+    Args:
+        standings: Of all ranks.
+        patience: Factor of all limits.
+    """
+    if not any(each.shown.waits_for == DEVICE for each in standings):
+        return None
+    seconds = min(each.seconds for each in standings)
+    limit = max(_LEAST_DEVICE_SECONDS, *(each.shown.allowed for each in standings))
+    launched = {each.shown.launched for each in standings}
+    return seconds if len(launched) == 1 and seconds >= patience * limit else None
+
+
+def _launches_still(rank: Shown, other: Shown) -> bool:
+    """Whether it has not yet launched a step that another has launched, which does not compute itself."""
+    return rank.launched < other.launched and rank.waits_for in (0, AT_REST) and other.waits_for != 0
+
+
+def _is_waited_for(rank: Standing, waiting: Standing, *, alike: bool) -> bool:
+    """Whether another rank waits for it while it waits for nobody, or only for what the waiting ranks have done long ago."""
+    wanted = waiting.shown.waits_for
+    if wanted in (0, AT_REST) or not wanted >> rank.rank & 1:
+        return False
+    if rank.shown.waits_for in (0, AT_REST):
+        # The leader at rest carries out what operators ask for, which may take long.
+        return rank.rank > 0 or rank.shown.waits_for == 0
+    return alike and rank.shown.entered < waiting.shown.entered

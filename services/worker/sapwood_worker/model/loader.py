@@ -15,22 +15,19 @@ from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_kernels.experts.payload import RowShape
 from sapwood_kernels.ops.contracts import GROUP
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.checkpoint.end_tokens import read_gguf_eos, read_hf_eos
-from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config
-from sapwood_worker.model.checkpoint.gguf_numbers import read_tensor
-from sapwood_worker.model.checkpoint.gguf_source import GgufSource
-from sapwood_worker.model.checkpoint.hf_config import read_hf_config
-from sapwood_worker.model.checkpoint.hf_quantization import read_hf_quantization
+from sapwood_worker.model.checkpoint.generation_config import read_gguf_eos, read_hf_eos
+from sapwood_worker.model.checkpoint.gguf_source import GgufSource, read_gguf_config, read_tensor
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.checkpoint.settled import check_sizes, settle
 from sapwood_worker.model.checkpoint.weights import WeightSource, fill_dummy_weights, load_weights
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.distributed.dispatch.choice import choose_exchange
+from sapwood_worker.model.distributed.dispatch import choose_exchange
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderLayer, DecoderModel
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import ROPE_TENSORS
-from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.families.values import ROPE_TENSORS
+from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.quantization.linear_method import LinearShape, Stored
 from sapwood_worker.model.quantization.registry import AS_STORED, LinearMethods
 from sapwood_worker.model.weight_slot import StoredTensor

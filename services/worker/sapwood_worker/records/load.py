@@ -1,8 +1,9 @@
-"""How busy a scheduler is."""
+"""What the scheduler reports: its load, how long steps took, and the tiers of the KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -116,3 +117,88 @@ def sum_loads(loads: Sequence[Load], ranks: tuple[RankLoad, ...]) -> Load:
     first = msgspec.structs.asdict(loads[0])
     sums = {name: sum(getattr(load, name) for load in loads) for name, value in first.items() if isinstance(value, int)}
     return msgspec.structs.replace(loads[0], **sums, ranks=ranks)
+
+
+# How long a step took and what its requests waited for, as the front is told.
+
+
+class LoadTime(msgspec.Struct, frozen=True, array_like=True):
+    """What a request got from a tier of the cache below the device.
+
+    Attributes:
+        serial: The request.
+        tier: ``storage``: read from the store while the request queued; ``host``: copied to the device with its first step.
+        pages: How many pages.
+        began: Seconds on ``time.monotonic``'s clock.
+        ended: Seconds on the same clock.
+    """
+
+    serial: int
+    tier: Literal["storage", "host"]
+    pages: int
+    began: float
+    ended: float
+
+
+class StepTime(msgspec.Struct, frozen=True, array_like=True):
+    """One step.
+
+    Attributes:
+        seconds: Seconds from its plan to its tokens.
+        prefill_tokens: Prompt tokens computed.
+        decode_tokens: Requests that decoded a token.
+        started: Serials of the requests for which it was the first step.
+        at: When it was planned, in seconds on ``time.monotonic``'s clock, which all processes of a machine share.
+        loads: What requests that started with it got from the cache's lower tiers.
+        spared_tokens: Cached tokens that each layer did not read, as another request of the step that has them too did.
+    """
+
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    started: list[int]
+    at: float
+    loads: list[LoadTime] = []
+    spared_tokens: int = 0
+
+
+# Statistics of the KV cache's tiers, for operators.
+
+
+TierName = Literal["device", "host", "storage"]
+
+
+class TierReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One tier. What is counted is counted since the worker's start.
+
+    Attributes:
+        tier: The tier's name.
+        pages: Pages that hold something.
+        capacity: Pages there are; 0 for a store, which says neither.
+        hit_tokens: Tokens that requests found there, in no tier above; of a store, tokens read from it.
+        bytes_in: Bytes written to it.
+        bytes_out: Bytes read from it.
+        seconds_in: Seconds that writing took, summed over copies or calls.
+        seconds_out: Seconds that reading took, summed likewise.
+        failures: Copies or calls that failed.
+        dropped_pages: Pages that should have been written to it, but were not.
+        rejected_pages: Pages that were read from it, but were not what they should have been.
+        url: A store's URL.
+        state: A store's state: ``attached``, ``opening``, ``failing`` (left alone for a while), or ``none``.
+        error: A store's last error.
+    """
+
+    tier: TierName
+    pages: int = 0
+    capacity: int = 0
+    hit_tokens: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds_in: float = 0.0
+    seconds_out: float = 0.0
+    failures: int = 0
+    dropped_pages: int = 0
+    rejected_pages: int = 0
+    url: str = ""
+    state: str = ""
+    error: str = ""

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_worker.records.experts import ExpertMove
-from sapwood_worker.records.page_copies import Copies
-from sapwood_worker.records.step import Entry, IntArray, LateMasks, Masks, Step
+from sapwood_worker.records.step import Copies, Entry, IntArray, LateMasks, Masks, Step
 
 _MAGIC = 0x5345_5453_0004
 _FIELDS = 10

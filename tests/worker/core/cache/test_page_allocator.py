@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sapwood_worker.core.cache.page_allocator import CACHE, LedgerError, PageAllocator
+from sapwood_worker.core.cache.pages import CACHE, LedgerError, PageAllocator
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=40))

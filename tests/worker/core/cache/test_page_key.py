@@ -6,8 +6,7 @@ from array import array
 
 import pytest
 
-from sapwood_worker.core.cache.kv_event_log import KvEventLog
-from sapwood_worker.core.cache.page_key import PageChain, PageName
+from sapwood_worker.core.cache.page_key import KvEventLog, PageChain, PageName
 from sapwood_worker.records.kv_events import BlockStored, split_hashes
 
 TOKENS = array("I", range(41))

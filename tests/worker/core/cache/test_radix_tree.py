@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from sapwood_worker.core.cache.eviction import EvictionName
-from sapwood_worker.core.cache.radix_node import Match, Node
-from sapwood_worker.core.cache.radix_tree import RadixTree
+from sapwood_worker.core.cache.radix import Match, Node, RadixTree
 
 PAGE = 2
 Prefix = tuple[bytes, tuple[int, ...]]

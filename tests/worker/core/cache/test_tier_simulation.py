@@ -20,7 +20,7 @@ from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
 from sapwood_testing.worker.fake_runner import FakeRunner, continuation, random_windows
 from sapwood_testing.worker.storage.fake_storage import FakeExecutor, FakeStorage
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.storage.connection import Connection
 from sapwood_worker.core.cache.storage.record import namespace_of
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.page_allocator import PageAllocator
-from sapwood_worker.core.cache.page_table import PageTable
-from sapwood_worker.core.cache.prefix_cache import PrefixCache
-from sapwood_worker.core.cache.window_pages import WindowPages
+from sapwood_worker.core.cache.pages import PageAllocator, PageTable, WindowPages
+from sapwood_worker.core.cache.prefix import PrefixCache
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.model.runner.memory.pool_builder import plan_pages
+from sapwood_worker.model.runner.memory import plan_pages
 from sapwood_worker.records.kv_layout import KVComponent, KVLayout, WindowGroup
 from sapwood_worker.records.step import ModelOutput, Step
 

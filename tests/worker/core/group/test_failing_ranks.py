@@ -12,10 +12,9 @@ import pytest
 
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.group_runner import GroupRunner
-from sapwood_worker.core.group.split_requests import SplitRequestsRunner
+from sapwood_worker.core.group.group_runner import GroupRunner, SplitRequestsRunner
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.ranks.waits import WAITS_BYTES, Shown, Waits
+from sapwood_worker.records.ranks import WAITS_BYTES, Shown, Waits
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankLostError, Step
 
 INFO = ModelInfo(

@@ -20,7 +20,7 @@ from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.tiering import Tiering
-from sapwood_worker.model.distributed.pipeline.micro_batches import MicroBatches
+from sapwood_worker.model.distributed.pipeline import MicroBatches
 from sapwood_worker.model.runner import builder
 from sapwood_worker.records.step import LaunchedStep, RankLostError, Step
 

@@ -13,9 +13,8 @@ from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_testing.worker.ranks.asked_at_once import answers
 from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
-from sapwood_worker.model.distributed.pipeline.micro_batches import MicroBatches
-from sapwood_worker.model.runner import builder
-from sapwood_worker.model.runner.lanes import lanes_trial
+from sapwood_worker.model.distributed.pipeline import MicroBatches
+from sapwood_worker.model.runner import builder, overlap_trial
 from sapwood_worker.model.runner.model_runner import ModelRunner
 
 
@@ -33,7 +32,7 @@ def test_stages_that_compute_by_themselves_answer_as_one_process_does(
     options = {"num_pages": 40, "max_running": 9, "page_size": 16}
     alone = answers(make_runner(path, **options))
     monkeypatch.setattr(builder, "measured", lambda parallel, *_: MicroBatches(parallel.pp.size, 1e-9, 1.0))
-    monkeypatch.setattr(lanes_trial, "_GAIN", float("inf"))
+    monkeypatch.setattr(overlap_trial, "_GAIN", float("inf"))
     monkeypatch.setattr(CpuOps, "asynchronous", True)
     overtaken: list[int] = []
 

@@ -24,10 +24,10 @@ from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler_process import build_scheduler, build_tiers
 from sapwood_worker.model.distributed import own_rows
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.backend import TokenMasks
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.step import LaunchedStep, RankLostError
-from sapwood_worker.settings.names import DispatchName
+from sapwood_worker.settings import DispatchName
 
 OPTIONS: dict[str, Any] = {"num_pages": 40, "max_running": 9, "page_size": 16}
 

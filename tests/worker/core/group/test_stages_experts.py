@@ -16,9 +16,8 @@ from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.ranks.group_of_threads import run_group
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.core.event_loop import EventLoop
-from sapwood_worker.core.experts.watch import ExpertWatch
-from sapwood_worker.core.group.follower import COLLECT, COUNT_EXPERTS, READY, follow
-from sapwood_worker.core.group.report import RankReport
+from sapwood_worker.core.expert_balancing import ExpertWatch
+from sapwood_worker.core.group.follower import COLLECT, COUNT_EXPERTS, READY, RankReport, follow
 from sapwood_worker.ipc.messages import FromScheduler, Shutdown, Submit, ToScheduler
 from sapwood_worker.ipc.messages import Step as Outputs
 from sapwood_worker.records.experts import ExpertLoad

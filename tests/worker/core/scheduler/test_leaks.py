@@ -8,7 +8,7 @@ import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.fake_runner import FakeRunner
-from sapwood_worker.core.cache.page_allocator import CACHE, LedgerError
+from sapwood_worker.core.cache.pages import CACHE, LedgerError
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler

@@ -14,37 +14,37 @@ MOST_STEPS = 50_000
 
 MUTATIONS = [
     # The last token must be computed again, for its logits.
-    Mutation("core/cache/prefix_cache.py", "return len(token_ids) - 1 if", "return len(token_ids) if"),
+    Mutation("core/cache/prefix.py", "return len(token_ids) - 1 if", "return len(token_ids) if"),
     # What a row relies on must be locked, and unlocked in the end.
     Mutation(
-        "core/cache/prefix_cache.py",
+        "core/cache/prefix.py",
         "        self._tree.lock(match.node)\n        self._allocator.name",
         "        self._allocator.name",
     ),
     # Also a pin must be given back.
-    Mutation("core/cache/pins.py", "        self._tree.unlock(pin.node)\n", ""),
+    Mutation("core/cache/prefix.py", "        self._tree.unlock(pin.node)\n", ""),
     Mutation(
-        "core/cache/prefix_cache.py",
+        "core/cache/prefix.py",
         "        self._tree.unlock(row.node)\n        row.node, row",
         "        row.node, row",
     ),
     # Pages the tree did not take must be given back.
-    Mutation("core/cache/prefix_cache.py", "            self._allocator.free(own[~taken], slot)\n", ""),
+    Mutation("core/cache/prefix.py", "            self._allocator.free(own[~taken], slot)\n", ""),
     # Only what is computed may be shared.
-    Mutation("core/scheduler/running/running_batch.py", "min(request.computed, known))", "known)"),
+    Mutation("core/scheduler/batch.py", "min(request.computed, known))", "known)"),
     # A page slides out of a window when no query sees it, not before.
-    Mutation("core/cache/window_pages.py", "max(0, position - self._reach)", "max(0, position + 1 - self._reach)"),
+    Mutation("core/cache/pages.py", "max(0, position - self._reach)", "max(0, position + 1 - self._reach)"),
     # A prefix can be used where all that its next query sees is there.
-    Mutation("core/cache/window_pages.py", "(ends - self.tail, 0))", "(ends - self.tail + 1, 0))"),
+    Mutation("core/cache/pages.py", "(ends - self.tail, 0))", "(ends - self.tail + 1, 0))"),
     # What a row uses is not evicted.
-    Mutation("core/cache/window_pages.py", "            self._users[there] += 1\n", ""),
+    Mutation("core/cache/pages.py", "            self._users[there] += 1\n", ""),
     # A split node keeps the locks of what it was.
-    Mutation("core/cache/radix_tree.py", "            locks=node.locks,\n", ""),
+    Mutation("core/cache/radix.py", "            locks=node.locks,\n", ""),
     # Locked nodes, and nodes with children, stay.
-    Mutation("core/cache/radix_node.py", "not node.children and not node.locks\n", "not node.children\n"),
-    Mutation("core/cache/radix_node.py", "not node.children and not node.locks\n", "not node.locks\n"),
+    Mutation("core/cache/radix.py", "not node.children and not node.locks\n", "not node.children\n"),
+    Mutation("core/cache/radix.py", "not node.children and not node.locks\n", "not node.locks\n"),
     # A parent becomes evictable with the end of its last child.
-    Mutation("core/cache/radix_tree.py", "                self._offer(parent)\n", ""),
+    Mutation("core/cache/radix.py", "                self._offer(parent)\n", ""),
     # A decode needs a page as soon as the last one is full.
     Mutation(
         "core/scheduler/scheduler.py",
@@ -53,30 +53,30 @@ MUTATIONS = [
     ),
     # Anybody who gets a row must be told to the runner.
     Mutation(
-        "core/scheduler/running/running_batch.py",
+        "core/scheduler/batch.py",
         "        request.enters = True\n",
         "        request.enters = not request.retractions\n",
     ),
     # The youngest is the victim.
-    Mutation("core/scheduler/running/retraction.py", "return running[-1]", "return running[0]"),
+    Mutation("core/scheduler/admission.py", "return running[-1]", "return running[0]"),
     # A request leaves the batch when it gives up its row.
-    Mutation("core/scheduler/running/running_batch.py", "        self.requests.remove(request)\n", ""),
+    Mutation("core/scheduler/batch.py", "        self.requests.remove(request)\n", ""),
     # Who waited too long goes first.
     Mutation(
-        "core/scheduler/waiting/admission_order.py",
+        "core/scheduler/waiting.py",
         "return request.waited + queued >= self._starved_after",
         "return False",
     ),
     # So does a tenant, however many new ones come.
     Mutation(
-        "core/scheduler/waiting/admission_order.py",
+        "core/scheduler/waiting.py",
         "return self.starved(oldest, step) and since >= self._starved_after",
         "return False",
     ),
     # What has a deadline ends by it.
-    Mutation("core/scheduler/lifecycle.py", "self._heap[0][0] <= now", "self._heap[0][0] <= now - 3"),
+    Mutation("core/scheduler/results.py", "self._heap[0][0] <= now", "self._heap[0][0] <= now - 3"),
     # What leaves the queue is not counted in it.
-    Mutation("core/scheduler/waiting/waiting_queue.py", "        self.num_tokens -= tokens\n", ""),
+    Mutation("core/scheduler/waiting.py", "        self.num_tokens -= tokens\n", ""),
     # What was right of a draft is computed, what was wrong is not.
     Mutation(
         "core/scheduler/speculation/speculation.py",
@@ -84,15 +84,15 @@ MUTATIONS = [
         "                right = len(draft)\n",
     ),
     # A draft needs pages too.
-    Mutation("core/scheduler/running/running_batch.py", "- 1, request.capacity - start))", "- 1, count))"),
+    Mutation("core/scheduler/batch.py", "- 1, request.capacity - start))", "- 1, count))"),
     # How much of a draft was right must be known before the next step is planned.
-    Mutation("core/scheduler/running/step_in_flight.py", "bool(grammars or drafts)", "bool(grammars)"),
+    Mutation("core/scheduler/batch.py", "bool(grammars or drafts)", "bool(grammars)"),
     # An abort during a step waits for its end.
-    Mutation("core/scheduler/step_results.py", "            if request.over:\n", "            if False:\n"),
+    Mutation("core/scheduler/results.py", "            if request.over:\n", "            if False:\n"),
     # A request that ends stays until no step in flight computes it.
-    Mutation("core/scheduler/lifecycle.py", "        if request.in_flight:\n", "        if False:\n"),
+    Mutation("core/scheduler/results.py", "        if request.in_flight:\n", "        if False:\n"),
     # Cached pages that a new request would lock are not available to it a second time.
-    Mutation("core/scheduler/running/running_batch.py", "- found + unlocked", "- found"),
+    Mutation("core/scheduler/batch.py", "- found + unlocked", "- found"),
 ]
 
 

@@ -13,7 +13,7 @@ from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.scheduler.waiting.fairness import MOST_IDLE, TenantFairness
+from sapwood_worker.core.scheduler.waiting import MOST_IDLE, TenantFairness
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput
 

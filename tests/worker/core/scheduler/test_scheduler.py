@@ -9,9 +9,8 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError
 from sapwood_testing.worker.fake_runner import FakeRunner, continuation
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.request import IllegalTransitionError, Request, RequestState
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.scheduler.state import IllegalTransitionError, RequestState
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput
 

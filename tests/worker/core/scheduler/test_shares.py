@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
 from sapwood_testing.worker.fake_runner import continuation
-from sapwood_worker.core.cache.handoff.leases import HandoffLeases
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
+from sapwood_worker.core.cache.transfer.leases import HandoffLeases
 from sapwood_worker.core.scheduler.admission import PATIENCE
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.ranks.planner import RankPlanner
+from sapwood_worker.core.scheduler.ranks import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.step import ModelOutput, Step

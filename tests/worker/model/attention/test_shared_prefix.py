@@ -11,11 +11,11 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_testing.worker.steps import Part, step_for
-from sapwood_worker.model.attention import shared_prefix
-from sapwood_worker.model.attention.shared_prefix import SharedPrefixes, find_runs
-from sapwood_worker.model.attention.torch_shared import TorchSharedAttention
+from sapwood_worker.model.attention import paged
+from sapwood_worker.model.attention.paged import SharedPrefixes, find_runs
+from sapwood_worker.model.attention.torch_native import TorchSharedAttention
+from sapwood_worker.model.runner import memory
 from sapwood_worker.model.runner.builder import build_runner
-from sapwood_worker.model.runner.memory import trial_step
 from sapwood_worker.model.runner.options import RunnerOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,7 +103,7 @@ def test_what_was_found_holds_until_a_request_comes_or_goes():
 
 def test_that_nothing_is_shared_is_found_once_too(monkeypatch):
     searches: list[int] = []
-    monkeypatch.setattr(shared_prefix, "find_runs", lambda *args: searches.append(len(args[0])) or find_runs(*args))
+    monkeypatch.setattr(paged, "find_runs", lambda *args: searches.append(len(args[0])) or find_runs(*args))
     prefixes = SharedPrefixes(16)
     table = np.array(rows(*[[500, 501]] * 20), np.int32)  # a beginning too short to be read for itself
     lengths = np.full(20, 600)
@@ -124,7 +124,7 @@ def test_that_nothing_is_shared_is_found_once_too(monkeypatch):
 
 def decoded(make_runner, tiny, monkeypatch, *, mixed: bool = False, **options):
     """The logits of requests with a prefix in common, of which some share more, and how much was not read."""
-    monkeypatch.setattr(shared_prefix, "LEAST_SPARED", 1)
+    monkeypatch.setattr(paged, "LEAST_SPARED", 1)
     runner = make_runner(tiny.path, num_pages=128, page_size=4, max_running=8, **options)
     rng = np.random.default_rng(7)
     common = rng.integers(3, 50, SHARED * 4).tolist()
@@ -280,7 +280,7 @@ def test_prompts_share_where_it_spares_tiles():
 
 def prompted(make_runner, tiny, monkeypatch, **options):
     """The logits of prompts of which some begin alike, along with two decodes, and what the step says."""
-    monkeypatch.setattr(shared_prefix, "LEAST_SPARED", 1)
+    monkeypatch.setattr(paged, "LEAST_SPARED", 1)
     runner = make_runner(tiny.path, num_pages=160, page_size=4, max_running=8, **options)
     rng = np.random.default_rng(7)
     common, more = rng.integers(3, 50, SHARED * 4).tolist(), rng.integers(3, 50, 34 * 4).tolist()
@@ -335,11 +335,11 @@ def test_a_trial_of_prompts_that_share_compiles_what_they_need(tiny_model, make_
     monkeypatch.setattr(
         TorchSharedAttention, "plan", lambda own, batch: planned.append(len(batch.runs.first)) or plan(own, batch)
     )
-    for module in (shared_prefix, trial_step):
+    for module in (paged, memory):
         monkeypatch.setattr(module, "LEAST_SPARED", 160)
     runner = make_runner(tiny_model("qwen3").path, num_pages=64, page_size=4, max_running=2)
     parts = runner._model, runner._pool, runner._backend, runner.ops
-    trial_step.compute_shared_trial(160, *parts)  # no room for what follows on the 160
+    memory.compute_shared_trial(160, *parts)  # no room for what follows on the 160
     assert planned == []
-    trial_step.compute_shared_trial(200, *parts)
+    memory.compute_shared_trial(200, *parts)
     assert planned == [1] and runner._backend.take_spared() == 0

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.checkpoint.end_tokens import read_hf_eos
-from sapwood_worker.model.checkpoint.generation_config import read_sampling_defaults
+from sapwood_worker.model.checkpoint.generation_config import read_hf_eos, read_sampling_defaults
 
 
 def write(folder: Path, **files: dict[str, Any]) -> Path:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.checkpoint.hf_config import read_hf_config
-from sapwood_worker.model.checkpoint.hf_quantization import read_hf_quantization
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_quantization
 from sapwood_worker.model.families.registry import families
 
 LLAMA: dict[str, Any] = {

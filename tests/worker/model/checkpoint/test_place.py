@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from sapwood_common.errors import ConfigError
 from sapwood_kernels import reference
 from sapwood_testing.models import quantised_layers as layouts
-from sapwood_worker.model.checkpoint.place import Place, places
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
+from sapwood_worker.model.checkpoint.weights import Place, places
 from sapwood_worker.model.families.dense.phi3 import PHI3
 from sapwood_worker.model.weight_slot import Span, WeightSlot, whole
 

@@ -18,8 +18,8 @@ from sapwood_kernels import reference
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.models.gguf_files import write_gguf
 from sapwood_testing.worker.thread_ranks import ThreadGroup
-from sapwood_worker.model.checkpoint.end_tokens import read_hf_eos
-from sapwood_worker.model.checkpoint.gguf_numbers import dequantize_into, read_tensor
+from sapwood_worker.model.checkpoint.generation_config import read_hf_eos
+from sapwood_worker.model.checkpoint.gguf_source import dequantize_into, read_tensor
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.distributed.parallel import Parallel

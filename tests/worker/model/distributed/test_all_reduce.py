@@ -14,7 +14,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.native.library import load_library
+from sapwood_kernels.native.products import load_library
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.model.distributed import shared_parts

@@ -31,7 +31,7 @@ from sapwood_worker.model.distributed.overlap import (
 )
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
-from sapwood_worker.model.families.kv_layout import attention_layout
+from sapwood_worker.model.families.family import attention_layout
 from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.model.runner import overlap_trial
 from sapwood_worker.model.runner.kv_calibration import TrialPlan

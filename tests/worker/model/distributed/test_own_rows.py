@@ -19,7 +19,7 @@ from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.runner.builder import build_runner
-from sapwood_worker.model.runner.memory.trial_step import compute_trial
+from sapwood_worker.model.runner.memory import compute_trial
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 

@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.ops.side_queue import SideQueue
+from sapwood_kernels.ops.device import DeviceOps, SideQueue
 from sapwood_worker.model.distributed.group import Group
-from sapwood_worker.model.distributed.pipeline.stage_link import StageLink
+from sapwood_worker.model.distributed.pipeline import StageLink
 from sapwood_worker.model.runner.model_runner import DeferredSteps
 from sapwood_worker.records.step import CompletedStep, DeferredStep, LaunchedStep, ModelOutput, Step
 

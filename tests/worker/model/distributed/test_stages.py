@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sapwood_testing.worker.thread_ranks import run_grid
 from sapwood_worker.model.distributed.parallel import split_layers
-from sapwood_worker.model.distributed.pipeline.micro_batches import MicroBatches, measured
+from sapwood_worker.model.distributed.pipeline import MicroBatches, measured
 from sapwood_worker.records.step import Step
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufTensor
-from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config
-from sapwood_worker.model.checkpoint.gguf_names import canonical, stored_name
-from sapwood_worker.model.layers.rope_scaling import LinearScaling, YarnScaling, yarn_magnitude
+from sapwood_worker.model.checkpoint.gguf_source import canonical, read_gguf_config, stored_name
+from sapwood_worker.model.layers.rotary import LinearScaling, YarnScaling, yarn_magnitude
 
 SIZES: dict[str, Any] = {
     "block_count": 4, "context_length": 4096, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 8,

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.experts.activation import ClampedGate
+from sapwood_kernels.experts.reference import ClampedGate
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.split_models import load, logits_of
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.sparse.joined_experts import JoinedExperts
+from sapwood_worker.model.layers.layer import LayerContext
+from sapwood_worker.model.layers.sparse.experts import JoinedExperts
 from sapwood_worker.model.quantization.linear_method import Stored
 from sapwood_worker.model.quantization.registry import LinearMethods
 from sapwood_worker.model.weight_slot import StoredTensor

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.experts.activation import ClampedGate
+from sapwood_kernels.experts.reference import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert

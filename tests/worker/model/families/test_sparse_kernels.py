@@ -22,9 +22,8 @@ from sapwood_testing.models import quantised_layers as layouts
 from sapwood_testing.worker.split_models import logits_of
 from sapwood_testing.worker.thread_ranks import make_groups
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.sparse.placed_sum import PlacedSum
-from sapwood_worker.model.layers.sparse.places import ExpertPlaces
+from sapwood_worker.model.layers.layer import LayerContext
+from sapwood_worker.model.layers.sparse.places import ExpertPlaces, PlacedSum
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.quantization.registry import LinearMethods

@@ -16,7 +16,7 @@ from sapwood_testing.models.upcycled import upcycle
 from sapwood_testing.worker.split_models import load, logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler

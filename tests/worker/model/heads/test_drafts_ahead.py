@@ -18,9 +18,9 @@ from sapwood_testing.drafts.fitted_head import GREEDY, PROMPTS, greedy_ones
 from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.runner.builder import build_headed_runner, build_runner
-from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
+from sapwood_worker.model.runner.drafting_runner import DraftingRunner
 from sapwood_worker.records.step import Runner
 
 REGEX = compiled("regex", "[a-c]{4,9}=[0-9]{3}(xyz|zyx)")

@@ -28,10 +28,10 @@ from sapwood_testing.drafts.fitted_head import GREEDY, PROMPTS, greedy_ones
 from sapwood_testing.worker.eager_graphs import with_graphs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
 from sapwood_worker.model.runner.builder import build_headed_runner, build_runner
-from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
+from sapwood_worker.model.runner.drafting_runner import DraftingRunner
 from sapwood_worker.model.runner.factory import make_runner as make_worker_runner
 
 

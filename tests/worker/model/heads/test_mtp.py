@@ -22,7 +22,7 @@ from sapwood_testing.drafts.drafted import check_each_draft, options, run_split,
 from sapwood_testing.drafts.mtp_head import LAYERS, PlainHead, with_head
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.runner.builder import build_headed_runner, build_runner
 from sapwood_worker.model.runner.factory import make_runner as make_worker_runner
 

@@ -11,7 +11,7 @@ from sapwood_testing.worker.thread_ranks import ThreadGroup
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.layers.attention import Attention
-from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.quantization.registry import LinearMethods
 
 

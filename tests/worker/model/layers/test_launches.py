@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from sapwood_kernels import reference
 from sapwood_kernels.ops.contracts import FewRows
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.families.kv_layout import attention_layout
+from sapwood_worker.model.families.family import attention_layout
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.runner.kv_calibration import TrialPlan
 

@@ -7,9 +7,8 @@ import torch
 
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.rope_scaling import LinearScaling
-from sapwood_worker.model.layers.rotary import RopeConfig, RotaryEmbedding
+from sapwood_worker.model.layers.layer import LayerContext
+from sapwood_worker.model.layers.rotary import LinearScaling, RopeConfig, RotaryEmbedding
 from sapwood_worker.model.quantization.registry import LinearMethods
 
 LONGEST = 4096

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_worker.core.cache.handoff.movers.peers import Peers
+from sapwood_worker.core.cache.transfer.cuda_ipc import Peers
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.peer_pages import CudaMemory, OwnPool
 from sapwood_worker.model.pools.torch_transfer import make_transfer, marked
 from sapwood_worker.records.kv_layout import KVComponent, KVLayout
-from sapwood_worker.records.page_copies import Copies, PageCopy
+from sapwood_worker.records.step import Copies, PageCopy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

@@ -19,8 +19,7 @@ from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.kv_calibration import scale_for
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.kv_layout import KVComponent, KVLayout
-from sapwood_worker.records.page_copies import Copies, PageCopy
-from sapwood_worker.records.step import Step
+from sapwood_worker.records.step import Copies, PageCopy, Step
 
 PROMPT = [3 + i * 7 % 90 for i in range(60)]
 

@@ -11,7 +11,7 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
-from sapwood_worker.model.families.kv_layout import attention_layout
+from sapwood_worker.model.families.family import attention_layout
 from sapwood_worker.model.families.sparse.deepseek import DEEPSEEK_V3
 from sapwood_worker.model.layers.latent_attention import LatentConfig
 from sapwood_worker.model.pools.device_pool import DevicePool

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sapwood_worker.model.pools.host_pool import BATCH_PAGES, HEADER_BYTES, HostPool
-from sapwood_worker.model.pools.page_order import PageOrder, RankPart
+from sapwood_worker.model.pools.host_pool import BATCH_PAGES, HEADER_BYTES, HostPool, PageOrder, RankPart
 from sapwood_worker.records.kv_layout import KVComponent, KVLayout
 
 LAYERS = 5

@@ -12,8 +12,7 @@ from multiprocessing import Pipe
 import numpy as np
 import pytest
 
-from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES, HEADER_BYTES, HostPool
-from sapwood_worker.model.pools.page_order import PageOrder, RankPart
+from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES, HEADER_BYTES, HostPool, PageOrder, RankPart
 from sapwood_worker.model.pools.pool_over_hosts import DistantPages, PoolOverHosts, serve_pages
 from sapwood_worker.records.kv_layout import KVComponent, KVLayout
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.native import library
-from sapwood_kernels.native.library import load_library, processor
+from sapwood_kernels.native import products
+from sapwood_kernels.native.products import load_library, processor
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
@@ -56,7 +56,7 @@ def logits(make_runner, make_driver, path: Path, **options) -> torch.Tensor:
 def near(request, monkeypatch) -> float:
     """How near products are to those of float32 numbers, with an output head in float32 and in whole numbers."""
     if request.param == "float32" and processor() == "AVX512":
-        monkeypatch.setattr(library, "processor", lambda: "AVX2")
+        monkeypatch.setattr(products, "processor", lambda: "AVX2")
     elif request.param != "float32" and processor() != "AVX512":
         pytest.skip("there are no products in whole numbers for this processor")
     return NEAR[request.param]
@@ -153,6 +153,6 @@ def test_the_cache_s_identity_tells_whether_weights_are_kept(make_runner, path):
 
 
 def test_without_the_kernel_weights_are_widened(monkeypatch, caplog, path):
-    monkeypatch.setattr("sapwood_kernels.native.library.library_name", lambda capability: "sapwood.none.so")
+    monkeypatch.setattr("sapwood_kernels.native.products.library_name", lambda capability: "sapwood.none.so")
     assert load(path("qwen2")).quantization == "none"
     assert "GGUF weights are widened as they are loaded" in caplog.text

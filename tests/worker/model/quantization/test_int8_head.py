@@ -18,10 +18,10 @@ from sapwood_kernels.quantised.int8 import round_weight
 from sapwood_testing.worker.split_models import load, logits_of
 from sapwood_testing.worker.thread_ranks import run_grid, run_ranks
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelHead
+from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.norm import RMSNorm
-from sapwood_worker.model.quantization.int8_head import Int8Head
+from sapwood_worker.model.quantization.int8 import Int8Head
 from sapwood_worker.model.quantization.linear_method import LinearShape, Part
 from sapwood_worker.model.quantization.registry import LinearMethods
 from sapwood_worker.model.weight_slot import Span, whole

@@ -25,7 +25,7 @@ from sapwood_worker.model.quantization.float8 import QuantisedFloat8, Scaling
 from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part
 from sapwood_worker.model.quantization.registry import FORMATS, LinearMethods
 from sapwood_worker.model.weight_slot import whole
-from sapwood_worker.settings.names import QUANTIZATIONS
+from sapwood_worker.settings import QUANTIZATIONS
 
 OPS = device_ops("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -138,7 +138,8 @@ def test_blocks_have_a_scale_each_and_lose_less_where_sizes_differ():
     assert errors[1] < errors[0] / 1.5
 
 
-# As stored ---------------------------------------------------------------------------------------------------------------
+# As stored
+# ---------------------------------------------------------------------------------------------------------------
 
 DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 GROUPS = {
@@ -233,7 +234,8 @@ def test_integers_are_near_the_whole_layer_when_it_is_loaded(name: str, lost: tu
     assert lost[0] < relative(loaded.model.layers[1].attention.output(x), x @ weight.t()) < lost[1]
 
 
-# Names -------------------------------------------------------------------------------------------------------------------
+# Names
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_format_that_can_be_asked_for_is_a_flag_s_value():

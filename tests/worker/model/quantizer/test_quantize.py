@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sapwood.cli.main import main
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.loader import load_model
-from sapwood_worker.model.quantizer.gptq import round_by_importance, round_groups
+from sapwood_worker.model.quantizer.schemes import round_by_importance, round_groups
 
 TOKENS = list(range(3, 40))
 
@@ -67,7 +67,7 @@ def test_gptq_changes_outputs_less_than_rounding_to_the_nearest():
 
 
 def test_layers_without_whole_groups_stay_wide_and_small_ones_span_files(tiny_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sapwood_worker.model.quantizer.checkpoint._SHARD_BYTES", 20_000)
+    monkeypatch.setattr("sapwood_worker.model.quantizer.quantize._SHARD_BYTES", 20_000)
     source, out = tiny_model("llama", intermediate_size=96).path, tmp_path / "out"
     assert main(["model", "quantize", str(source), str(out), "--group-size", "32", "--device", "cpu"]) == 0
     assert "20 projections stay as they are" in capsys.readouterr().out  # those of 48 inputs

@@ -9,8 +9,8 @@ import pytest
 from sapwood_common.errors import ConfigError
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.runner import factory
-from sapwood_worker.records.ranks.place import Place
-from sapwood_worker.settings.compounds import ExpertParallel
+from sapwood_worker.records.ranks import Place
+from sapwood_worker.settings import ExpertParallel
 
 
 @pytest.mark.parametrize(

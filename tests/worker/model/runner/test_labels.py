@@ -19,7 +19,7 @@ from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.front.convert import to_pooling
-from sapwood_worker.model.families.label_head import read_labels
+from sapwood_worker.model.families.family import read_labels
 from sapwood_worker.model.runner.factory import make_runner as make_runner_of
 from sapwood_worker.records.model_info import Labels
 

@@ -13,7 +13,7 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, make_step, step_for
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.runner.builder import build_runner
-from sapwood_worker.model.runner.input_builder import build_forward_batch
+from sapwood_worker.model.runner.forward_batch import build_forward_batch
 from sapwood_worker.model.runner.options import RunnerOptions
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,7 +10,7 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_kernels.sampling.random_numbers import uniform
+from sapwood_kernels.sampling.cpu_sampling import uniform
 from sapwood_worker.model.sampling.row_settings import RowSettings
 from sapwood_worker.model.sampling.token_sampler import sample
 

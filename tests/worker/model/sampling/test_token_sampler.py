@@ -13,13 +13,12 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, make_step
-from sapwood_worker.core.scheduler.completion import take_tokens
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.model.runner.launched_step import LaunchedStep
+from sapwood_worker.core.scheduler.results import take_tokens
+from sapwood_worker.model.runner.model_runner import LaunchedStep
 from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import SampledTokens, TokenSampler
-from sapwood_worker.records.page_copies import NOTHING
-from sapwood_worker.records.step import ModelOutput, Step
+from sapwood_worker.records.step import NOTHING, ModelOutput, Step
 
 VOCAB = 50
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -26,19 +26,15 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sapwood_worker.core.cache.handoff.landing import DeviceRoom, Prompt
-from sapwood_worker.core.cache.handoff.leases import HandoffLeases
-from sapwood_worker.core.cache.handoff.takeover import Takeover
-from sapwood_worker.core.cache.host.host_pages import HostPage, HostPages
-from sapwood_worker.core.cache.host.host_stores import Batch, HostStores
-from sapwood_worker.core.cache.kv_event_log import KvEventLog
+from sapwood_worker.core.cache.host import Batch, HostPage, HostPages, HostStores, check_host
 from sapwood_worker.core.cache.lower_tiers import TierCounters
-from sapwood_worker.core.cache.page_key import PageChain, PageName
-from sapwood_worker.core.cache.prefix_checks import check_host
+from sapwood_worker.core.cache.page_key import KvEventLog, PageChain, PageName
+from sapwood_worker.core.cache.pages import WindowPages
 from sapwood_worker.core.cache.storage.tier import StorageTier
-from sapwood_worker.core.cache.window_pages import WindowPages
+from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.cache.transfer.reads import DeviceRoom, Prompt, Takeover
 from sapwood_worker.records.handoff import HandoffTicket
-from sapwood_worker.records.page_copies import NOT_REPORTED, CacheLoad, Copies, CopyReport, LatePages, PageCopy, PageIds
+from sapwood_worker.records.step import NOT_REPORTED, CacheLoad, Copies, CopyReport, LatePages, PageCopy, PageIds
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
@@ -370,8 +366,9 @@ def _load_copy(loads: Sequence[tuple[PageIds, list[HostPage]]]) -> PageCopy | No
     return PageCopy(NOT_REPORTED, device, host, tuple(windows))
 
 
-# Pulled pages that are cached on the device and not stored yet: some with each step, and none with the one that begins their
-# request. To launch all of their copies at once would keep its first token waiting, and those that others wait for.
+# Pulled pages that are cached on the device and not stored yet: some with each step, and none with the one that begins
+# their request. To launch all of their copies at once would keep its first token waiting, and those that others wait
+# for.
 _A_STEP = 64
 
 
@@ -402,11 +399,11 @@ class AdoptedPages:
         return due
 
 
-# Pages that a step fills of prompts that are handed off. They go to the second tier while the step computes, layer by layer, and
-# other workers read them there.
+# Pages that a step fills of prompts that are handed off. They go to the second tier while the step computes, layer by
+# layer, and other workers read them there.
 #
-# To name the pages and to find room for them takes milliseconds. It is done when the step has been launched, so that the device
-# does not wait for it.
+# To name the pages and to find room for them takes milliseconds. It is done when the step has been launched, so that
+# the device does not wait for it.
 class ChunkPages(NamedTuple):
     """Pages of one prompt.
 
@@ -426,7 +423,7 @@ class ChunkPages(NamedTuple):
 
 
 class FilledPages:
-    """Implements :class:`~sapwood_worker.records.page_copies.LatePages`.
+    """Implements :class:`~sapwood_worker.records.step.LatePages`.
 
     Args:
         host: The second tier.

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sapwood_worker.core.cache.handoff.landing import DeviceRoom
-from sapwood_worker.core.cache.page_allocator import PageIds
 from sapwood_worker.core.cache.page_key import PageName
-from sapwood_worker.core.cache.window_pages import WindowPages
+from sapwood_worker.core.cache.pages import PageIds, WindowPages
+from sapwood_worker.core.cache.transfer.reads import DeviceRoom
 
 
 @dataclass(slots=True)

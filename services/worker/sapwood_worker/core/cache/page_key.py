@@ -1,21 +1,24 @@
-"""Names of pages outside the device: what a page holds, in a form that can be checked.
-
-Algorithm: two chained hashes a page, each over the page's tokens and the hash of the page before it. ``hash`` is the xxh3 chain
-that router and workers share (``sapwood_common.contract.page_hash``): quick, and the name under which a page is found.
-``proof`` is a SHA-256 chain that nobody can collide on purpose: a reader of a page compares it, so a page is only ever used
-for exactly the tokens, in exactly the namespace, that it was computed for. O(tokens), once a page.
-"""
+"""Names of pages outside the device, and the log of what was stored and removed under them."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import xxhash
 
 from sapwood_common.contract.page_hash import lora_of
+from sapwood_worker.records.kv_events import BlockStored, KvEvent, Medium
+
+# Names of pages outside the device: what a page holds, in a form that can be checked.
+#
+# Algorithm: two chained hashes a page, each over the page's tokens and the hash of the page before it. ``hash`` is the
+# xxh3 chain that router and workers share (``sapwood_common.contract.page_hash``): quick, and the name under which a
+# page is found. ``proof`` is a SHA-256 chain that nobody can collide on purpose: a reader of a page compares it, so a
+# page is only ever used for exactly the tokens, in exactly the namespace, that it was computed for. O(tokens), once a
+# page.
 
 
 class PageKey(NamedTuple):
@@ -73,3 +76,38 @@ class PageChain:
             before = parent
             parent = PageKey(xxhash.xxh3_128_digest(parent.hash + page), hashlib.sha256(parent.proof + page).digest())
             self.pages.append(PageName(parent, b"" if before is self._root else before.hash, page, self._lora))
+
+
+# KV events in the order in which they happened.
+
+
+class KvEventLog:
+    """Events in the order they happened, until they are taken."""
+
+    def __init__(self) -> None:
+        self._events: list[KvEvent] = []
+
+    def add(self, event: KvEvent) -> None:
+        """Appends an event."""
+        self._events.append(event)
+
+    def stored(self, names: Iterable[PageName], medium: Medium) -> None:
+        """Pages are cached on a medium; those that follow each other are one event."""
+        run: list[PageName] = []
+        for name in names:
+            if run and (name.parent, name.lora) != (run[-1].key.hash, run[-1].lora):
+                self.add(_stored(run, medium))
+                run = []
+            run.append(name)
+        if run:
+            self.add(_stored(run, medium))
+
+    def take(self) -> list[KvEvent]:
+        """Removes and returns the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
+def _stored(run: list[PageName], medium: Medium) -> BlockStored:
+    hashes = b"".join(name.key.hash for name in run)
+    return BlockStored(hashes, run[0].parent, b"".join(name.token_ids for name in run), medium, run[0].lora)

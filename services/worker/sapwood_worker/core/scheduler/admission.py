@@ -11,7 +11,7 @@ A waiting request starts with its first tokens, if there are a row and pages. Wh
 2. A tenant of which nothing runs starts its first request before others get more. If it has waited ``PATIENCE`` steps, the
    last request of the tenant with most is sent back for it, and this tenant keeps at least one.
 3. A retracted request goes before new ones of tenants that have something running.
-4. Tenants start in the order of ``admission_order.py``, and share the rows that are free.
+4. Tenants start in the order of :class:`AdmissionOrder`, and share the rows that are free.
 5. A new request for which there are no pages is overtaken by what fits, until it has starved.
 One that waits for a prefix which a running request is computing holds up nobody.
 
@@ -29,14 +29,223 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.running.prefill_adder import PrefillAdder
-from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio, Retraction
-from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
-from sapwood_worker.core.scheduler.waiting.admission_order import TOP, AdmissionOrder, Level
-from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
-from sapwood_worker.core.scheduler.waiting.policy import WINDOW
-from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
+from sapwood_worker.core.scheduler.batch import RunningBatch
+from sapwood_worker.core.scheduler.request import Request, RequestState
+from sapwood_worker.core.scheduler.waiting import TOP, WINDOW, AdmissionOrder, Level, TenantFairness, WaitingQueue
+
+# Retraction: what to do when pages run out, and how to make that rare.
+#
+# A retracted request gives up its row and its pages and goes back to the head of the queue. What it has generated is
+# kept, and its pages stay in the prefix cache as long as there is room, so that computing it again is mostly a cache
+# hit.
+#
+# The victim is always the last running request by rank: of the lowest priority, where priorities count, and of these
+# the youngest. So the first by rank is never retracted for want of pages. Alone it always fits (admission sees to
+# that), hence it ends, and there is neither deadlock nor livelock. Only a waiting request of higher priority can push
+# it out (preemption), and only until it has starved (:class:`AdmissionOrder`): then only older starved requests come
+# before it.
+#
+# :class:`NewTokenRatio` estimates which share of their remaining ``max_tokens`` running requests will generate
+# (SGLang's estimate): admission leaves as many pages free. The ratio sinks with each step without a retraction and
+# rises with each retraction.
+
+
+_FIRST, _LEAST = 0.3, 0.05
+_DECAY = 0.995
+_MOST_TOKENS = 2048
+"""Tokens that one request is expected to generate at most: a limit as large as the context says nothing."""
+
+
+def choose_victim(running: Sequence[Request]) -> Request:
+    """The request to retract, of at least one, by rank."""
+    return running[-1]
+
+
+class NewTokenRatio:
+    """The share of their remaining ``max_tokens`` that running requests are expected to generate.
+
+    Args:
+        conservativeness: Factor on what is expected; 0 expects nothing and leaves all to retraction.
+    """
+
+    def __init__(self, conservativeness: float = 1.0) -> None:
+        self._conservativeness = conservativeness
+        self.ratio = _FIRST
+
+    def step(self, lanes: int = 1) -> None:
+        """Notes a step without a retraction, in which one of so many running requests decodes."""
+        self.ratio = max(_LEAST, self.ratio * _DECAY ** (1 / lanes))
+
+    def retracted(self, running: Sequence[Request]) -> None:
+        """Raises the ratio after pages ran out, by what the requests still running have generated so far and a little more."""
+        allowed = sum(_limit(request) + request.generated for request in running)
+        generated = sum(request.generated for request in running)
+        self.ratio = min(1.0, max(self.ratio, (generated + 16 * len(running)) / max(1, allowed)))
+
+    def expected_tokens(self, request: Request) -> int:
+        """Tokens that a request is expected to generate yet."""
+        return int(self._conservativeness * self.ratio * _limit(request))
+
+
+class Retraction:
+    """Sends running requests back to the queue.
+
+    Args:
+        running: The batch that requests are taken from.
+        waiting: The queue that they go to.
+        ratio: Is told when pages ran out.
+
+    Attributes:
+        num_retractions: Retractions for want of pages since the start.
+        num_preemptions: Retractions to make room for a higher priority since the start.
+    """
+
+    def __init__(self, running: RunningBatch, waiting: WaitingQueue, ratio: NewTokenRatio) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._ratio = ratio
+        self.num_retractions = 0
+        self.num_preemptions = 0
+
+    def put_back(self, request: Request, step: int) -> None:
+        """Takes a request's row and puts it back into the queue at ``step``. No step in flight may compute it."""
+        self._running.stop(request, RequestState.WAITING)
+        request.retractions += 1
+        request.queued_at = step
+        self._waiting.put_back(request)
+
+    def for_pages(self, step: int) -> None:
+        """Sends the last running request by rank back for want of pages."""
+        self.put_back(choose_victim(self._running.requests), step)
+        self._ratio.retracted(self._running.requests)
+        self.num_retractions += 1
+
+    def for_priority(self, request: Request, step: int) -> None:
+        """Sends a request back to make room for one of a higher priority."""
+        self.put_back(request, step)
+        self.num_preemptions += 1
+
+
+def _limit(request: Request) -> int:
+    return min(_MOST_TOKENS, request.max_length - len(request.token_ids))
+
+
+# Fills the token budget that a step's decodes leave with chunks of prompts.
+#
+# It starts requests and gives them tokens; :class:`Admission` says whose turn it is.
+
+
+WORTH_WAITING = 32
+"""A request waits while another computes a prefix that both share, if the prefix has at least so many tokens (SGLang's value)."""
+_SCORED = 4
+"""How many tokens of the budget a prompt token counts as whose log probabilities are wanted, because the whole vocabulary is
+computed for it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other requests waited. Such a prompt
+gets at most half of the budget that is left, so that the next request can begin beside it.
+"""
+
+
+class PrefillAdder:
+    """One step's prefill.
+
+    Args:
+        running: The running requests; admitted ones join them.
+        budget: Tokens this step may prefill.
+        ratio: How much of their ``max_tokens`` requests will generate; pages for that stay in reserve.
+        computing: The chunks that steps in flight compute, in the form of ``chunks``.
+
+    Attributes:
+        budget: Tokens that are left.
+    """
+
+    def __init__(
+        self,
+        running: RunningBatch,
+        budget: int,
+        ratio: NewTokenRatio,
+        computing: Sequence[tuple[Request, int]] = (),
+    ) -> None:
+        self._running = running
+        self._computing = computing
+        self.budget = budget
+        # What requests with such tokens may still take of the budget.
+        self._scored: dict[Request, int] = {}
+        self._ratio = ratio
+        self._reserved: int | None = None
+        self._given: dict[Request, int] = {}
+
+    @property
+    def chunks(self) -> list[tuple[Request, int]]:
+        """What was added: a request and how many of its tokens."""
+        return list(self._given.items())
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more requests could run."""
+        return self._running.num_free_slots
+
+    def should_wait(self, request: Request) -> bool:
+        """Whether a waiting request should wait on because one in this step or in flight computes much of its prompt.
+
+        The other request goes on in every step and shares each chunk when it is done, so the wait ends with a cache hit.
+        """
+        others = [other for other, count in chain(self._given.items(), self._computing) if count > 1]
+        return self._running.tokens_gained(request, others) >= WORTH_WAITING
+
+    def start(self, request: Request) -> bool:
+        """Starts a waiting request if there are a row and pages for all that is known of it; returns whether it has.
+
+        With nothing running there always are. Otherwise there must also be pages for what it and the running requests are
+        expected to generate, at least one for each.
+        """
+        if self.num_free_slots < 1:
+            return False
+        if request.whole and request.remaining > self.budget and self._given:
+            return False  # it needs a step of its own
+        if not self.fits(request):
+            return False
+        growth = self._growth(request)
+        self._running.start(request, self._expected(request))
+        self._reserved = (self._reserved or 0) + growth
+        return True
+
+    def fits(self, request: Request) -> bool:
+        """Whether there are pages to start a request."""
+        if not len(self._running):
+            return True
+        if self._reserved is None:
+            self._reserved = sum(map(self._growth, self._running.requests))
+        needed = self._running.pages_to_start(request) + self._growth(request)
+        enough = needed + self._reserved <= self._running.num_available_pages
+        return enough and self._running.windows_fit(self._expected(request))
+
+    def give(self, request: Request, most: int) -> int:
+        """Adds a running request's next tokens to the step, at most so many of the budget; returns how many of it they took."""
+        given, most = self._given.get(request, 0), min(most, self.budget)
+        left, cost = request.remaining - given, 1
+        if left < 1 or most < 1:
+            return 0
+        if request.whole:
+            most = left
+        elif request.wanted_prompt_logprobs is not None:
+            allowed = self._scored.setdefault(request, -(-self.budget // 2))
+            if allowed < 1:
+                return 0
+            cost, most = _SCORED, max(1, min(most, allowed) // _SCORED)
+        count = self._running.reachable(request, given + min(left, most)) - given
+        if count < 1:
+            return 0  # until others have left pages of a window
+        self._given[request] = given + count
+        self.budget -= cost * count
+        if cost > 1:
+            self._scored[request] -= cost * count
+        return cost * count
+
+    def _expected(self, request: Request) -> int:
+        return len(request.token_ids) + self._ratio.expected_tokens(request)
+
+    def _growth(self, request: Request) -> int:
+        return max(1, self._running.pages_for(self._ratio.expected_tokens(request)))
+
 
 PATIENCE = 16
 """Steps that a tenant of which nothing runs waits before another's request is sent back for it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sapwood_worker.core.cache.eviction import EvictionName
-from sapwood_worker.core.scheduler.waiting.policy import PolicyName
+from sapwood_worker.core.scheduler.waiting import PolicyName
 from sapwood_worker.records.kv_layout import WindowGroup
 
 SpeculateName = Literal["auto", "off", "prefix"]
@@ -24,7 +24,7 @@ class SchedulerConfig:
         max_running: Most requests in a batch.
         max_waiting: Most requests in the queue.
         max_step_tokens: Token budget of a step; a decode counts one. Prefill always gets at least one token.
-        step_seconds: How long a step with decodes is to last (``step_pace.py``); 0: as long as its tokens take.
+        step_seconds: How long a step with decodes is to last (``batch.py``); 0: as long as its tokens take.
         policy: Order of admission.
         starved_after: Steps of waiting after which a request is not overtaken by what the policy prefers.
         prefix_cache: Whether finished work is kept for requests to come.

@@ -2,9 +2,9 @@
 
 Algorithm (iteration-level scheduling as in Orca, chunked prefill as in Sarathi-Serve, paged KV as in vLLM): a step takes one
 token of every request that decodes, then shares its prompt tokens between tenants, and in each between long and short prompts
-(``admission.py``): as many as keep the step short (``step_pace.py``). Waiting requests start in order (``admission_order.py``)
+(``admission.py``): as many as keep the step short (``batch.py``). Waiting requests start in order (:class:`AdmissionOrder`)
 while rows, budget and pages last. When pages run out, unused prefixes are evicted. If that is not enough, requests are retracted
-(``retraction.py`` explains why every request still ends). Requests are also retracted to make room for one of a higher priority,
+(``admission.py`` explains why every request still ends). Requests are also retracted to make room for one of a higher priority,
 where priorities count, and for a tenant of which nothing runs.
 
 Complexity: a step costs O(running), and O(pages) of the admitted prompts in the radix tree, however much is cached. Bound: at
@@ -16,45 +16,153 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
+
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.kv_event_log import KvEventLog
-from sapwood_worker.core.cache.page_allocator import PageAllocator
-from sapwood_worker.core.cache.page_table import PageTable
-from sapwood_worker.core.cache.prefix_cache import PrefixCache
-from sapwood_worker.core.scheduler.admission import Admission
+from sapwood_worker.core.cache.page_key import KvEventLog
+from sapwood_worker.core.cache.pages import PageAllocator, PageTable
+from sapwood_worker.core.cache.prefix import PrefixCache
+from sapwood_worker.core.scheduler.admission import Admission, NewTokenRatio, PrefillAdder, Retraction
+from sapwood_worker.core.scheduler.batch import Lanes, RunningBatch, StepInFlight, StepPace
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.handoffs import Handoffs
-from sapwood_worker.core.scheduler.lifecycle import Lifecycle
-from sapwood_worker.core.scheduler.load_meter import Demand, measure_demand, measure_load
-from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.running.lanes import Lanes
-from sapwood_worker.core.scheduler.running.prefill_adder import PrefillAdder
-from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio, Retraction
-from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
-from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
-from sapwood_worker.core.scheduler.running.step_pace import StepPace
-from sapwood_worker.core.scheduler.speculation.draft_pages import DraftPages
+from sapwood_worker.core.scheduler.request import Request, RequestState
+from sapwood_worker.core.scheduler.results import Handoffs, Lifecycle, StepResults
+from sapwood_worker.core.scheduler.speculation.costs import StepCosts
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
-from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel, ModelDrafter
+from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel, DraftPages, ModelDrafter
 from sapwood_worker.core.scheduler.speculation.prefix_drafter import PrefixDrafter
 from sapwood_worker.core.scheduler.speculation.speculation import FEWEST_POSITIONS, Speculation
-from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
-from sapwood_worker.core.scheduler.state import RequestState
-from sapwood_worker.core.scheduler.step_results import StepResults
-from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
-from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
-from sapwood_worker.core.scheduler.waiting.policy import make_policy
-from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
+from sapwood_worker.core.scheduler.waiting import AdmissionOrder, TenantFairness, WaitingQueue, make_policy
 from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import ModelOutput, Step
+
+# Measures a scheduler's load. O(running).
+
+
+class Demand(NamedTuple):
+    """What a scheduler's next step could compute.
+
+    Attributes:
+        rows: Running requests.
+        context: Tokens that they have cached.
+        prompts: Tokens of prompts that are still to be computed, with those of the next few requests that there are rows for.
+    """
+
+    rows: int
+    context: int
+    prompts: int
+
+
+_LOOKED_AT = 8
+"""Waiting requests of which it is looked up how much they would have to compute."""
+
+
+def measure_demand(running: RunningBatch, admissible: Iterable[Request], cached: Callable[[Request], int]) -> Demand:
+    """The demand now; changes nothing.
+
+    Args:
+        running: What runs.
+        admissible: The waiting requests that there are rows for, in their order.
+        cached: Tells how many tokens of one the prefix cache has.
+    """
+    prompts = sum(request.remaining - cached(request) for request in islice(admissible, _LOOKED_AT))
+    context = 0
+    for request in running.requests:
+        context += request.planned
+        if (left := request.remaining) > 1:
+            prompts += left
+    return Demand(len(running), context, prompts)
+
+
+def measure_load(
+    waiting: WaitingQueue,
+    running: RunningBatch,
+    admission: Admission,
+    allocator: PageAllocator,
+    cache: PrefixCache,
+    tiers: HierarchicalCache | None,
+    page_size: int,
+    forced_tokens: int,
+    speculation: Speculation | None,
+) -> Load:
+    """The load now; changes nothing."""
+    # Computes ``Request.remaining``, whose calls would take longer than all else here.
+    left = [len(each.token_ids) + each.unknown - each.planned for each in running.requests]
+    load = Load(
+        running_requests=len(running),
+        waiting_requests=len(waiting),
+        queued_tokens=waiting.num_tokens + sum(tokens for tokens in left if tokens > 1),
+        running_tokens=sum(each.planned for each in running.requests),
+        used_pages=allocator.num_used,
+        evictable_pages=cache.num_evictable,
+        num_pages=allocator.num_pages,
+        prompt_tokens=admission.prompt_tokens,
+        cached_tokens=admission.cached_tokens,
+        device_hit_tokens=admission.cached_tokens,
+        forced_tokens=forced_tokens,
+        drafted_tokens=0 if speculation is None else speculation.drafted_tokens,
+        accepted_tokens=0 if speculation is None else speculation.accepted_tokens,
+        drafts=0 if speculation is None else speculation.drafts,
+        drafter="" if speculation is None else speculation.drafter_name,
+        window_pages=sum(window.num_pages for window in cache.windows),
+        used_window_pages=sum(window.num_used for window in cache.windows),
+        passed_window_pages=sum(window.num_freed for window in cache.windows),
+    )
+    return load if tiers is None else _with_tiers(load, tiers, page_size)
+
+
+def _with_tiers(load: Load, tiers: HierarchicalCache, page_size: int) -> Load:
+    """A load with what the tiers below the device count."""
+    load = msgspec.structs.replace(
+        load,
+        device_hit_tokens=tiers.counters.device_hits * page_size,
+        host_hit_tokens=tiers.counters.host_hits * page_size,
+        host_used_pages=tiers.host.num_ready,
+        host_num_pages=tiers.host.num_pages,
+    )
+    if tiers.leases is not None:
+        given = tiers.leases.counters
+        load = msgspec.structs.replace(
+            load,
+            handoff_tickets=given.tickets,
+            handoff_renewals=given.renewals,
+            handoff_expired=given.expired,
+            handoff_pages=tiers.leases.num_pinned,
+        )
+    if tiers.pulls is not None:
+        pulled = tiers.pulls.counters
+        load = msgspec.structs.replace(
+            load,
+            pulled_pages=pulled.pages,
+            pulled_bytes=pulled.pages * tiers.pulls.page_bytes,
+            pulled_early_bytes=pulled.early * tiers.pulls.page_bytes,
+            pulled_part_bytes=tiers.pulls.part_bytes,
+            pull_failures=pulled.failures,
+            pull_stale_pages=pulled.stale,
+            pull_fallbacks=pulled.fallbacks,
+        )
+    if tiers.storage is None:
+        return load
+    store, page_bytes = tiers.storage.counters, tiers.storage.page_bytes
+    return msgspec.structs.replace(
+        load,
+        storage_hit_tokens=store.fetched * page_size,
+        store_read_bytes=store.fetched * page_bytes,
+        store_written_bytes=store.written * page_bytes,
+        store_failures=tiers.storage.failures,
+        store_rejected_pages=store.rejected,
+        store_dropped_pages=store.dropped,
+        store_timeouts=store.timeouts,
+        storage_id=tiers.storage.store_id,
+    )
 
 
 class Scheduler:

@@ -22,7 +22,7 @@ from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedR
 from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.pools.device_pool import DevicePool
-from sapwood_worker.settings.names import Half
+from sapwood_worker.settings import Half
 
 WHOLE_CHUNKS = 1 << 30
 """Tokens of a tile as large as any chunk: each key is read once for each request."""

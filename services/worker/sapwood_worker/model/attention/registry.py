@@ -11,11 +11,10 @@ from sapwood_common.plugins import find_part
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBackend, AttentionNeeds
 from sapwood_worker.model.attention.flashinfer import FLASHINFER
-from sapwood_worker.model.attention.native import NATIVE
-from sapwood_worker.model.attention.torch_native import TORCH
+from sapwood_worker.model.attention.torch_native import NATIVE, TORCH
 from sapwood_worker.model.attention.triton import TRITON
-from sapwood_worker.settings.names import ATTENTION_BACKENDS as GROUP
-from sapwood_worker.settings.names import Half, attention_of
+from sapwood_worker.settings import ATTENTION_BACKENDS as GROUP
+from sapwood_worker.settings import Half, attention_of
 
 _BACKENDS = {"flashinfer": FLASHINFER, "triton": TRITON, "native": NATIVE, "torch": TORCH}
 _FASTEST: dict[Half, tuple[str, ...]] = {
@@ -45,7 +44,7 @@ def choose_backend(setting: str, half: Half, needs: AttentionNeeds, ops: DeviceO
     """The backend of a half of attention.
 
     Args:
-        setting: As :func:`~sapwood_worker.settings.names.attention_of` takes it.
+        setting: As :func:`~sapwood_worker.settings.attention_of` takes it.
         half: Which half.
         needs: What the model asks.
         ops: The device's operations.

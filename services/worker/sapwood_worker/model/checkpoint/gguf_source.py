@@ -1,4 +1,4 @@
-"""Weights of a GGUF file: dequantised, or the blocks as they are stored.
+"""GGUF files: their names, numbers, settings and tensors.
 
 Tensor names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. GGUF stores Gemma norms as the factor itself (1 + w),
 and the query and key rows of Llama in interleaved rotary order, which is undone here.
@@ -7,30 +7,237 @@ and the query and key rows of Llama in interleaved rotary order, which is undone
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
+import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
-from sapwood_worker.model.checkpoint.gguf_made import made_tensors
-from sapwood_worker.model.checkpoint.gguf_names import EACH, block_of, canonical, stored_name
-from sapwood_worker.model.checkpoint.gguf_numbers import (
-    block_size,
-    dequantize_into,
-    expert_of,
-    slab,
-    type_name,
-    unreadable,
-)
-from sapwood_worker.model.checkpoint.place import places
+from sapwood_worker.model.checkpoint.weights import places
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.fused import FusedRows
-from sapwood_worker.model.families.gguf_values import ROPE_TENSORS
+from sapwood_worker.model.families.family import FusedRows, ModelFamily
+from sapwood_worker.model.families.known_keys import GGUF, refusal, short
+from sapwood_worker.model.families.registry import families
+from sapwood_worker.model.families.values import ROPE_TENSORS, GgufValues
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
+
+# What tensors of GGUF files are called in Hugging Face checkpoints.
+
+
+EACH = "*"
+"""Stands in a name for an expert's number: one tensor of the file holds those of all experts."""
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+# Names with their ends, of tensors that have another end in Hugging Face checkpoints.
+_WHOLE = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "attn_sinks.weight": "self_attn.sinks"}
+_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")
+"""A tensor of one expert, in Mixtral's files of before April 2024."""
+_OUR_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z0-9_.]+)\.(weight|bias)")
+
+
+def block_of(stored: str) -> int | None:
+    """The layer that a tensor of the file is of; None: of none."""
+    match = _NAME.fullmatch(stored)
+    return None if match is None or match[1] is None else int(match[1])
+
+
+def canonical(stored: str, names: Mapping[str, str]) -> str:
+    """A tensor's name in Hugging Face checkpoints; that in the file if it is not known.
+
+    Args:
+        stored: Its name in the file.
+        names: Names of a layer's tensors in such files that differ from family to family, and in Hugging Face's.
+    """
+    match = _NAME.fullmatch(stored)
+    if match is None:
+        return stored
+    block, part, kind = match.groups()
+    if block is None:
+        return f"{_TOP[part]}.{kind}" if part in _TOP else stored
+    layer = f"model.layers.{block}."
+    if (whole := _WHOLE.get(f"{part}.{kind}")) is not None:
+        return layer + whole
+    if (expert := _EXPERT.fullmatch(part)) is not None:
+        return f"{layer}mlp.experts.{expert[2]}.{expert[1]}_proj.{kind}"
+    ours = {**_BLOCK, **names}.get(part)
+    return f"{layer}{ours}.{kind}" if ours is not None else stored
+
+
+def stored_name(ours: str, names: Mapping[str, str]) -> str:
+    """What files call a tensor; our name if they have no such tensor.
+
+    Args:
+        ours: Its name in Hugging Face checkpoints.
+        names: As of :func:`canonical`.
+    """
+    stem, _, kind = ours.rpartition(".")
+    top = next((stored for stored, each in _TOP.items() if each == stem), None)
+    if top is not None:
+        return f"{top}.{kind}"
+    match = _OUR_LAYER.fullmatch(ours)
+    if match is None:
+        return ours
+    block, part = match[1], re.sub(r"\.experts\.\d+\.", f".experts.{EACH}.", match[2])
+    for stored, each in _WHOLE.items():
+        if each == part:
+            return f"blk.{block}.{stored}"
+    known = {each: stored for stored, each in {**_BLOCK, **names}.items()}
+    stem, _, kind = part.rpartition(".")
+    return f"blk.{block}.{known[stem]}.{kind}" if stem in known else ours
+
+
+# The numbers of a GGUF file's tensors.
+
+
+# Elements dequantised at a time: small enough that temporary arrays stay in the processor's cache.
+_CHUNK = 1 << 18
+_Q8_0_SIZE = 32
+
+
+def slab(file: GgufFile, tensor: GgufTensor, first: int, shape: tuple[int, ...]) -> GgufTensor:
+    """A part of a tensor that lies together in the file.
+
+    Args:
+        file: The open file.
+        tensor: The whole.
+        first: Numbers before it; whole blocks.
+        shape: Its own.
+
+    Raises:
+        ConfigError: The tensor's type is unknown.
+    """
+    per_block, block_bytes = block_size(file, tensor)
+    return replace(tensor, shape=shape, offset=tensor.offset + first // per_block * block_bytes)
+
+
+def expert_of(file: GgufFile, tensor: GgufTensor, expert: int) -> GgufTensor:
+    """An expert's matrix of a tensor [E, N, K] that holds those of all.
+
+    Raises:
+        ConfigError: The tensor's type is unknown.
+    """
+    return slab(file, tensor, expert * math.prod(tensor.shape[1:]), tensor.shape[1:])
+
+
+def block_size(file: GgufFile, tensor: GgufTensor) -> tuple[int, int]:
+    """Numbers of a block of a tensor, and its bytes.
+
+    Raises:
+        ConfigError: Its type is unknown.
+    """
+    try:
+        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
+    except (ValueError, KeyError) as error:
+        raise unreadable(file, tensor, error) from error
+
+
+def read_tensor(file: GgufFile, tensor: GgufTensor) -> npt.NDArray[np.float32]:
+    """A tensor's values, float32.
+
+    Raises:
+        ConfigError: Its type is unknown or the file ends before it.
+    """
+    values = np.empty(tensor.shape, dtype=np.float32)
+    dequantize_into(file, tensor, values, (slice(None),) * len(tensor.shape))
+    return values
+
+
+def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.float32], index: tuple[slice, ...]) -> None:
+    """Writes a part of a tensor's values to ``out``, contiguous and of its shape; reads the blocks that it lies in.
+
+    Args:
+        file: The open file.
+        tensor: With one or two dimensions.
+        out: Where the values go.
+        index: The part, for each dimension.
+
+    Raises:
+        ConfigError: Its type is unknown or the file ends before it.
+    """
+    try:
+        kind = gguf.GGMLQuantizationType(tensor.type)
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        size = math.prod(tensor.shape)
+        raw = np.frombuffer(file.data(tensor, size // per_block * block_bytes), dtype=np.uint8)
+        width = tensor.shape[-1]
+        first, last, _ = index[-1].indices(width)
+        # Those of a row's blocks that hold the columns.
+        blocks = raw.reshape(-1, width // per_block, block_bytes)[:, first // per_block : -(-last // per_block)]
+        if len(index) > 1:
+            blocks = blocks[index[0]]
+        cut = slice(first % per_block, first % per_block + last - first)
+        rows = out.reshape(len(blocks), -1)
+        step = max(_CHUNK // (blocks.shape[1] * per_block), 1)
+        for start in range(0, len(blocks), step):
+            part = blocks[start : start + step].reshape(-1, block_bytes)
+            into = rows[start : start + step]
+            wide = (
+                into
+                if into.size == len(part) * per_block
+                else np.empty((len(into), blocks.shape[1] * per_block), np.float32)
+            )
+            if kind == gguf.GGMLQuantizationType.Q8_0:
+                _q8_0(part, wide)
+            else:
+                # One row, since gguf loops over rows in Python.
+                wide[:] = gguf.dequantize(part.reshape(1, -1), kind).reshape(wide.shape)
+            if wide is not into:
+                into[:] = wide[:, cut]
+    # NotImplementedError is what the gguf library raises for a type that it cannot widen.
+    except (ValueError, KeyError, NotImplementedError, GgufError) as error:
+        raise unreadable(file, tensor, error) from error
+
+
+def unreadable(file: GgufFile, tensor: GgufTensor, error: Exception) -> ConfigError:
+    """The error that a tensor cannot be read; names the file and the tensor."""
+    path = file.paths[tensor.part]
+    return ConfigError(f"{path}: tensor {tensor.name} (type {tensor.type}) cannot be read: {error}")
+
+
+def _q8_0(blocks: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
+    """Dequantises blocks of a float16 scale and 32 int8 into ``out``; several times faster than ``gguf.dequantize``."""
+    result = out.reshape(-1, _Q8_0_SIZE)
+    result[:] = blocks[:, 2:].view(np.int8)
+    result *= blocks[:, :2].copy().view(np.float16).astype(np.float32)
+
+
+def type_name(tensor: GgufTensor) -> str:
+    """Its type's name in the package ``gguf``; the number of one that it does not know."""
+    try:
+        return gguf.GGMLQuantizationType(tensor.type).name
+    except ValueError:
+        return str(tensor.type)
+
 
 _MATRIX = 2
 _ROW = ".shared_expert_gate.weight"
@@ -137,3 +344,230 @@ class GgufSource:
         """The file has the rows of pairs side by side, [heads, D / 2, 2, ...]; we want first halves, then second halves."""
         pairs = rows.view(-1, self._config.head_dim // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+# Reads a model's configuration from GGUF metadata.
+
+
+def read_gguf_config(
+    file: GgufFile, rope_tensors: Mapping[str, tuple[float, ...]] | None = None
+) -> tuple[ModelFamily, ModelConfig]:
+    """The family and the configuration of a GGUF model.
+
+    Args:
+        file: The open file.
+        rope_tensors: The values of those of ``ROPE_TENSORS`` that it has.
+
+    Raises:
+        ConfigError: The architecture or something in it is not supported, or a key is missing; names the file.
+    """
+    name = file.metadata.get("general.architecture")
+    known = {family.gguf_name or family.name: family for family in families() if family.from_gguf is not None}
+    family = known.get(str(name))
+    if family is None or family.from_gguf is None:
+        raise ConfigError(f"{file.path}: architecture {name} is not supported (supported: {', '.join(known)})")
+    values = GgufValues(file, str(name), rope_tensors or {})
+    try:
+        config = family.from_gguf(values)
+        config = replace(config, architecture=family.name)
+    except KeyError as error:
+        raise ConfigError(f"{file.path}: {error.args[0]!r} is missing") from error
+    except ValueError as error:
+        raise ConfigError(f"{file.path}: {error}") from error
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        last = values.reads.last
+        raise ConfigError(
+            f"{file.path}: {last} ({short(file.metadata.get(last))}) is not what such a setting can be: {error}"
+        ) from error
+    settings = {
+        key.removeprefix(f"{name}."): value
+        for key, value in file.metadata.items()
+        if key.startswith(f"{name}.") and key not in values.reads.names
+    }
+    if refused := GGUF.refused(settings):
+        raise ConfigError(refusal(str(file.path), {values.named(key): value for key, value in refused.items()}))
+    return family, config
+
+
+# Tensors that Hugging Face checkpoints hold otherwise than GGUF files do: they are put together as they are read.
+
+
+_MXFP4 = "MXFP4"
+_STACKED = 3
+"""Dimensions of a tensor that holds a matrix of each expert, or head."""
+_PER_BLOCK = 32
+"""Numbers of a block of MXFP4, which is a byte with their exponent and 16 bytes with a number in either half."""
+
+
+class MadeTensor(ABC):
+    """One of our tensors. Args: file: The open file; parts: What it is made of."""
+
+    def __init__(self, file: GgufFile, parts: Sequence[GgufTensor]) -> None:
+        self._file, self.parts = file, parts
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """What it holds, as ``StoredTensor`` has it."""
+
+    @abstractmethod
+    def read_into(self, slot: WeightSlot) -> None:
+        """Writes the slot's part of it into its target; ConfigError if it cannot be read."""
+
+
+class JoinedMatrices(MadeTensor):
+    """gpt-oss's experts: [E, N, K] each, in the file -> [E, K, P N], the rows of P projections in turns.
+
+    Args:
+        kind: The numbers; MXFP4's codes, uint8 [E, P N, K / 32, 16]; its exponents, [E, P N, K / 32]; or biases, [E, P N].
+    """
+
+    def __init__(
+        self, file: GgufFile, parts: Sequence[GgufTensor], kind: Literal["numbers", "codes", "exponents", "biases"]
+    ) -> None:
+        super().__init__(file, parts)
+        self._kind = kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, *columns = self.parts[0].shape
+        rows *= len(self.parts)
+        if self._kind == "biases":
+            return experts, rows
+        groups = columns[0] // _PER_BLOCK
+        return {
+            "numbers": (experts, columns[0], rows),
+            "codes": (experts, rows, groups, _PER_BLOCK // 2),
+            "exponents": (experts, rows, groups),
+        }[self._kind]
+
+    @property
+    def dtype(self) -> str:
+        return "U8" if self._kind in ("codes", "exponents") else type_name(self.parts[0])
+
+    def read_into(self, slot: WeightSlot) -> None:
+        target, (experts, *rest) = slot.target, slot.index
+        for here, expert in enumerate(range(*experts.indices(self.shape[0]))):
+            for at, part in enumerate(self.parts):
+                # Numbers are transposed: their rows are the last dimension.
+                taken = rest[1] if self._kind == "numbers" else rest[0]
+                rows = slice(taken.start // len(self.parts), taken.stop // len(self.parts))
+                own = target[here, :, at :: len(self.parts)].T if self._kind == "numbers" else None
+                read = self._matrix(part, expert, rows, rest)
+                (target[here, at :: len(self.parts)] if own is None else own).copy_(read)
+
+    def _matrix(self, part: GgufTensor, expert: int, rows: slice, index: Sequence[slice]) -> Tensor:
+        """An expert's of a projection: its own rows, and of them what the index, that of a slot without experts, asks for."""
+        if self._kind == "biases":
+            values: npt.NDArray[np.float32] = np.empty((1, rows.stop - rows.start), np.float32)
+            dequantize_into(self._file, part, values, (slice(expert, expert + 1), rows))
+            return torch.from_numpy(values[0])
+        tensor = expert_of(self._file, part, expert)
+        if self._kind == "numbers":
+            columns = index[0]
+            values = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
+            dequantize_into(self._file, tensor, values, (rows, columns))
+            return torch.from_numpy(values)
+        codes, exponents = _mxfp4(self._file, tensor, rows, index[1])
+        return torch.from_numpy(codes if self._kind == "codes" else exponents)
+
+
+class LatentUp(MadeTensor):
+    """What expands latent vectors: keys' [H, R, A] and values' [H, B, R] in the file -> [H (A + B), R], head after head."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, rank, keys = self.parts[0].shape
+        return heads * (keys + self.parts[1].shape[1]), rank
+
+    @property
+    def dtype(self) -> str:
+        return type_name(self.parts[0])
+
+    def read_into(self, slot: WeightSlot) -> None:
+        keys, values = self.parts
+        _, rank, size = keys.shape
+        each = size + values.shape[1]
+        rows, columns = slot.index
+        for head in range(rows.start // each, rows.stop // each):
+            place = slot.target[head * each - rows.start : (head + 1) * each - rows.start]
+            transposed = np.empty((rank, size), np.float32)
+            dequantize_into(self._file, expert_of(self._file, keys, head), transposed, (slice(None), slice(None)))
+            below = np.empty((values.shape[1], rank), np.float32)
+            dequantize_into(self._file, expert_of(self._file, values, head), below, (slice(None), slice(None)))
+            place.copy_(torch.from_numpy(np.concatenate((transposed.T, below)))[:, columns])
+
+
+def made_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, MadeTensor]]:
+    """All such tensors of a model, each with our name of it; what is missing of one is left for who loads it to name.
+
+    Raises:
+        ConfigError: The shapes of what makes up a tensor do not fit together; names the file and its parts.
+    """
+    tensors = file.tensors
+    for layer in range(config.num_layers):
+        ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
+        up = _all(tensors, f"{theirs}.attn_k_b.weight", f"{theirs}.attn_v_b.weight")
+        if config.latent is not None and up:
+            keys, values = (part.shape for part in up)
+            if not len(keys) == len(values) == _STACKED or (keys[0], keys[1]) != (values[0], values[2]):
+                raise _unfit(file, up)
+            yield f"{ours}.self_attn.kv_b_proj.weight", LatentUp(file, up)
+        if config.sparse is None or config.sparse.joined is None:
+            continue
+        for name, kinds in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            stem = f"{ours}.mlp.experts.{name}"
+            matrices = _all(tensors, *(f"{theirs}.ffn_{kind}_exps.weight" for kind in kinds))
+            biases = _all(tensors, *(f"{theirs}.ffn_{kind}_exps.bias" for kind in kinds))
+            for parts, dims in ((matrices, _STACKED), (biases, _STACKED - 1)):
+                if any(len(part.shape) != dims or part.shape != parts[0].shape for part in parts):
+                    raise _unfit(file, parts)
+            if biases:
+                yield f"{stem}_bias", JoinedMatrices(file, biases, "biases")
+            if not matrices:
+                continue
+            if _stay(tensors, theirs):
+                yield f"{stem}_blocks", JoinedMatrices(file, matrices, "codes")
+                yield f"{stem}_scales", JoinedMatrices(file, matrices, "exponents")
+            else:
+                yield stem, JoinedMatrices(file, matrices, "numbers")
+
+
+def _stay(tensors: Mapping[str, GgufTensor], layer: str) -> bool:
+    """Whether all of a layer's experts are in MXFP4."""
+    found = (tensors.get(f"{layer}.ffn_{kind}_exps.weight") for kind in ("gate", "up", "down"))
+    return all(tensor is not None and type_name(tensor) == _MXFP4 for tensor in found)
+
+
+def _all(tensors: Mapping[str, GgufTensor], *names: str) -> list[GgufTensor]:
+    """The tensors of these names; none if one is missing."""
+    return [tensors[name] for name in names] if all(name in tensors for name in names) else []
+
+
+def _unfit(file: GgufFile, parts: Sequence[GgufTensor]) -> ConfigError:
+    shapes = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
+    return unreadable(file, parts[0], ValueError(f"these shapes do not fit together: {shapes}"))
+
+
+def _mxfp4(
+    file: GgufFile, tensor: GgufTensor, rows: slice, groups: slice
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """A part of a matrix: its codes, [N, groups, 16] with neighbours in a byte, and its exponents, [N, groups].
+
+    The file has a block's first 16 numbers in the low halves of its bytes and the others in the high ones.
+    """
+    per_block, block_bytes = block_size(file, tensor)
+    count, columns = tensor.shape
+    try:
+        raw = np.frombuffer(file.data(tensor, count * columns // per_block * block_bytes), dtype=np.uint8)
+    except GgufError as error:
+        raise unreadable(file, tensor, error) from error
+    blocks = raw.reshape(count, columns // per_block, block_bytes)[rows, groups]
+    halves = blocks[..., 1:]
+    codes = np.concatenate((halves & 15, halves >> 4), -1)
+    return codes[..., ::2] | codes[..., 1::2] << 4, np.ascontiguousarray(blocks[..., 0])

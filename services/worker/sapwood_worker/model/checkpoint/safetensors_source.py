@@ -18,9 +18,8 @@ from torch import Tensor
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.json_file import read_json_object
 from sapwood_common.models.wanted import is_shard_name
-from sapwood_worker.model.checkpoint.place import BLOCK, Place, places
-from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.fused import FusedRows
+from sapwood_worker.model.checkpoint.weights import BLOCK, Place, places
+from sapwood_worker.model.families.family import FusedRows, ModelFamily
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels.native.library import load_library
+from sapwood_kernels.native.products import load_library
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.distributed.all_reduce import AllReduce
 from sapwood_worker.model.distributed.calibration import Trial, as_it_is, time_on_host

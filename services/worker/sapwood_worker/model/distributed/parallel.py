@@ -12,7 +12,7 @@ from sapwood_worker.model.distributed.expert_exchange import ExpertExchange
 from sapwood_worker.model.distributed.group import Group, ValueT
 from sapwood_worker.model.distributed.own_rows import OwnRows, PartialSums
 from sapwood_worker.model.weight_slot import Span, whole
-from sapwood_worker.settings.names import DispatchName
+from sapwood_worker.settings import DispatchName
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sapwood_kernels.native.library import NativeLibrary
-from sapwood_kernels.native.signals import SIGNAL_BYTES, Signals
+from sapwood_kernels.native.products import SIGNAL_BYTES, NativeLibrary, Signals
 from sapwood_worker.model.distributed.all_reduce import add_up
 from sapwood_worker.model.distributed.group import Group
-from sapwood_worker.model.pools.shared_memory import SharedMemory
+from sapwood_worker.model.pools.host_pool import SharedMemory
 
 _SLOT_BYTES = 4 << 20
 """Bytes of a slot; larger tensors go in pieces. Memory is claimed as it is used."""

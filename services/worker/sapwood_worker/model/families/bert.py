@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.json_file import read_json_object
-from sapwood_worker.model.families.counts import check_count
+from sapwood_worker.model.families.family import read_labels
 from sapwood_worker.model.families.known_keys import CONFIG, refusal
-from sapwood_worker.model.families.label_head import read_labels
+from sapwood_worker.model.families.values import check_count
 from sapwood_worker.records.model_info import Labels
 
 _UNREAD_SETTINGS = {

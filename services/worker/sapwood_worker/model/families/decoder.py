@@ -13,16 +13,23 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.own_rows import OwnRows
-from sapwood_worker.model.distributed.pipeline.stage_link import StageLink
+from sapwood_worker.model.distributed.pipeline import StageLink
 from sapwood_worker.model.layers.attention import Attention
-from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from sapwood_worker.model.layers.latent_attention import LatentAttention
-from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.mlp import GatedMLP, PlainMLP
-from sapwood_worker.model.layers.norm import AnyNorm, LayerNorm, RMSNorm
-from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm, UnitNorm, WidthNorm
+from sapwood_worker.model.layers.norm import (
+    AnyNorm,
+    AnyQKNorm,
+    HeadLayerNorm,
+    LayerNorm,
+    QKNorm,
+    RMSNorm,
+    UnitNorm,
+    WidthNorm,
+)
 from sapwood_worker.model.layers.rotary import Angles, NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.model.layers.taps import Taps
@@ -373,3 +380,63 @@ class JoinedMLP(Layer):
             return result
         residual += result
         return residual
+
+
+# Orders of norms, attention and MLP in a layer, other than Llama's.
+
+
+class SandwichDecoderLayer(DecoderLayer):
+    """Norms before and after attention and MLP, in the order of :meth:`norm_names`, which are Gemma's."""
+
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__(config, index, context)
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = map(self.norm, self.norm_names())
+
+    @staticmethod
+    def norm_names() -> tuple[str, ...]:
+        return (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+
+    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        hidden += self.after_attention(self.attention(hidden, self.before_attention, angles, plan))
+        hidden += self.after_mlp(self.mlp(hidden, self.before_mlp))
+        return hidden
+
+
+class PostNormDecoderLayer(DecoderLayer):
+    """Norms after attention and MLP only."""
+
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__(config, index, context)
+        self.after_attention, self.after_mlp = map(self.norm, self.norm_names())
+
+    @staticmethod
+    def norm_names() -> tuple[str, ...]:
+        return ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        hidden += self.after_attention(self.attention(hidden, None, angles, plan))
+        hidden += self.after_mlp(self.mlp(hidden, None))
+        return hidden
+
+
+class ParallelDecoderLayer(DecoderLayer):
+    """Attention and MLP both take what one norm gives."""
+
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__(config, index, context)
+        self.first_norm = self.before = self.norm("input_layernorm")
+
+    @staticmethod
+    def norm_names() -> tuple[str, ...]:
+        return ("input_layernorm",)
+
+    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        normed = self.before(hidden)
+        self.attention(normed, None, angles, plan, hidden)
+        self.mlp(normed, None, hidden)
+        return hidden

@@ -1,20 +1,112 @@
-"""A family of models as one value: each family's file ends with such a value, and ``registry`` names it."""
+"""What a family of models is: its names, layers, settings, and what it keeps of a token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderLayer
-from sapwood_worker.model.families.fused import FusedRows
-from sapwood_worker.model.families.gguf_values import GgufValues
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.known_keys import Allowed
-from sapwood_worker.model.families.kv_layout import attention_layout
-from sapwood_worker.records.kv_layout import KVLayout
+from sapwood_worker.model.families.values import GgufValues, HfValues
+from sapwood_worker.records.kv_layout import KVComponent, KVLayout, Needed
+from sapwood_worker.records.model_info import Labels
+
+# Projections that some families' checkpoints store as one tensor, their rows one after the other.
+
+
+FusedRows = Mapping[str, Mapping[str, int]]
+"""The name of a stored projection within a layer -> the names of its parts, with each one's rows, in order."""
+
+
+def fused_qkv(config: ModelConfig) -> FusedRows:
+    """``qkv_proj`` holds the queries, keys and values."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {"self_attn.qkv_proj": {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}}
+
+
+def fused_gate_up(config: ModelConfig) -> FusedRows:
+    """``gate_up_proj`` holds the MLP's gate and up projections."""
+    inner = config.intermediate_size
+    return {"mlp.gate_up_proj": {"mlp.gate_proj": inner, "mlp.up_proj": inner}}
+
+
+# The layout of the KV cache, by the kind of attention.
+
+
+def attention_layout(config: ModelConfig, dtype: str, page_size: int) -> KVLayout:
+    """Every layer keeps keys and values, or the one vector of latent attention, which each rank has whole.
+
+    What layers of one window keep is a component of its own. Where all layers have windows, the first table of pages is one that
+    no layer keeps anything in: it tells the prefix cache which tokens there were.
+
+    Args:
+        config: The model's configuration.
+        dtype: The dtype of keys and values, by torch's name.
+        page_size: Tokens in a page.
+    """
+    layers: dict[Needed, list[int]] = {"all": []}
+    for index, window in enumerate(config.windows):
+        needed: Needed = "all" if window is None or window >= config.max_position else window
+        layers.setdefault(needed, []).append(index)
+    return KVLayout(
+        tuple(_component(config, tuple(each), dtype, needed) for needed, each in layers.items()),
+        page_size,
+    )
+
+
+def _component(config: ModelConfig, layers: tuple[int, ...], dtype: str, needed: Needed) -> KVComponent:
+    if config.latent is None:
+        return KVComponent(layers, 2, config.num_kv_heads, config.head_dim, dtype, needed=needed)
+    return KVComponent(layers, 1, 1, config.latent.cached_dim, dtype, sharding="replicated", needed=needed)
+
+
+# What ``config.json`` says of a head that classifies.
+
+
+_BY_PROBLEM: dict[str, Literal["softmax", "sigmoid", "none"]] = {
+    "regression": "none",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+_BY_CLASS: dict[str, Literal["sigmoid", "none"]] = {"Sigmoid": "sigmoid", "Identity": "none"}
+
+
+def read_labels(values: Mapping[str, Any]) -> Labels:
+    """The labels, and what makes scores of their logits.
+
+    What sentence-transformers notes for its cross-encoders comes first, then ``problem_type``; else one label is a yes or no by
+    itself and several share 1.
+
+    Args:
+        values: The settings in the file.
+
+    Raises:
+        ValueError: There are none, or an activation is not supported.
+    """
+    names = values.get("id2label") or {str(index): f"LABEL_{index}" for index in range(values.get("num_labels", 2))}
+    try:
+        labels = tuple(str(names[index]) for index in sorted(names, key=int))
+    except (TypeError, ValueError):
+        raise ValueError(f"id2label is no mapping of numbers to names: {names!r}") from None
+    if not labels:
+        raise ValueError("id2label names no label")
+    noted = (values.get("sentence_transformers") or {}).get("activation_fn")
+    noted = noted or values.get("sbert_ce_default_activation_function")
+    if noted is not None:
+        name = str(noted).rpartition(".")[2]
+        if name not in _BY_CLASS:
+            raise ValueError(f"activation {noted} is not supported ({', '.join(_BY_CLASS)} are)")
+        return Labels(labels, _BY_CLASS[name])
+    problem = values.get("problem_type")
+    if problem is None:
+        return Labels(labels, "sigmoid" if len(labels) == 1 else "softmax")
+    if problem not in _BY_PROBLEM:
+        raise ValueError(f"problem_type {problem!r} is not supported ({', '.join(_BY_PROBLEM)} are)")
+    return Labels(labels, _BY_PROBLEM[problem])
+
 
 _LLAMA_NORMS = MappingProxyType({"ffn_norm": "post_attention_layernorm"})
 

@@ -1,6 +1,6 @@
 """Which settings of a model's files are known: the rule is that what a file says and nobody reads is refused by its name.
 
-A setting of ``config.json`` is *read* if the family looked it up (``settings.py`` notes it), *harmless* if it is named here or by
+A setting of ``config.json`` is *read* if the family looked it up (``values.py`` notes it), *harmless* if it is named here or by
 the family (``ModelFamily.unread``), else refused. Files of other kinds have a list of what is read, too.
 ``docs/checkpoint-keys.md`` is written from these lists.
 """

@@ -10,8 +10,8 @@ from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import GgufValues
-from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.families.values import GgufValues
+from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.rotary import Angles
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from sapwood_common.errors import ConfigError
 from sapwood_common.plugins import find_part
 from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds, MakeBackend
-from sapwood_worker.model.grammar.llguidance.store import make_llguidance
-from sapwood_worker.model.grammar.xgrammar.backend import make_xgrammar
-from sapwood_worker.settings.names import GRAMMAR_BACKENDS as GROUP
+from sapwood_worker.model.grammar.llguidance import make_llguidance
+from sapwood_worker.model.grammar.xgrammar import make_xgrammar
+from sapwood_worker.settings import GRAMMAR_BACKENDS as GROUP
 
 _BACKENDS: dict[str, MakeBackend] = {"llguidance": make_llguidance, "xgrammar": make_xgrammar}
 

@@ -23,14 +23,13 @@ from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
-from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.family import attention_layout
 from sapwood_worker.model.families.known_keys import CONFIG, refusal
-from sapwood_worker.model.families.kv_layout import attention_layout
 from sapwood_worker.model.families.llama import LLAMA
-from sapwood_worker.model.families.settings import Settings
+from sapwood_worker.model.families.values import HfValues, Settings
 from sapwood_worker.model.heads.head import Head
 from sapwood_worker.model.layers.attention import Attention
-from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm

@@ -17,8 +17,7 @@ from torch import Tensor
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
-from sapwood_worker.model.checkpoint.hf_config import read_hf_config
-from sapwood_worker.model.checkpoint.hf_quantization import read_hf_quantization
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.checkpoint.weights import load_weights
 from sapwood_worker.model.config import ModelConfig
@@ -26,8 +25,8 @@ from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.heads.head import Head
-from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding

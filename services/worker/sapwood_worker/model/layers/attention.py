@@ -9,11 +9,9 @@ from torch import Tensor
 
 from sapwood_kernels.ops.contracts import StoreHeads
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
-from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
-from sapwood_worker.model.layers.norm import AnyNorm
-from sapwood_worker.model.layers.qk_norm import AnyQKNorm, QKNorm
+from sapwood_worker.model.layers.norm import AnyNorm, AnyQKNorm, QKNorm
 from sapwood_worker.model.layers.rotary import Angles, RopeConfig
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 

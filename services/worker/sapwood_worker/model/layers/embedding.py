@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
 from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part
 from sapwood_worker.model.weight_slot import WeightSlots, whole

@@ -9,8 +9,7 @@ from torch import Tensor
 from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.ops.contracts import StoreAbsorbed, StoreLatent
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
-from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.rotary import Angles

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels.ops.contracts import Gate
-from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
 from sapwood_worker.model.layers.norm import AnyNorm
 

@@ -1,28 +1,252 @@
-"""The memory of the second tier: host pages, each one contiguous record that also is the object a store keeps.
-
-A record is ``HEADER_BYTES`` of header (filled in by the third tier alone), then the page of each layer (``KVLayout.offsets``), as
-it lies on the device. So a store reads and writes a page in one piece and without a copy, while a copy to or from the device
-moves one piece a layer. Where ranks share a pool, a record holds their parts side by side. A store's object is put together from
-them as one rank alone would write it, so that any number of ranks can read it.
-"""
+"""The second tier's memory: its pages, the order of their bytes, and parts of pages that are under way."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.pools.page_order import PageOrder
-from sapwood_worker.model.pools.page_parts import PartsOfPages
-from sapwood_worker.model.pools.shared_memory import SharedMemory
+from sapwood_worker.records.kv_layout import KVLayout
+
+# The memory of the second tier: host pages, each one contiguous record that also is the object a store keeps.
+#
+# A record is ``HEADER_BYTES`` of header (filled in by the third tier alone), then the page of each layer
+# (``KVLayout.offsets``), as it lies on the device. So a store reads and writes a page in one piece and without a copy,
+# while a copy to or from the device moves one piece a layer. Where ranks share a pool, a record holds their parts side
+# by side. A store's object is put together from them as one rank alone would write it, so that any number of ranks can
+# read it.
+
+
+# The two orders of a page's content: the ranks' parts side by side, and as one rank would keep it.
+
 
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What a rank keeps of a page.
+
+    Attributes:
+        start: Where its part begins in the content.
+        layout: Its stage's layers, and its heads of them.
+        rank: Which of the tensor-parallel ranks of its stage it is.
+        ranks: How many there are.
+    """
+
+    start: int
+    layout: KVLayout
+    rank: int
+    ranks: int
+
+
+class PageOrder:
+    """Goes from one order to the other.
+
+    A layer's part of a page is ``[part][head][slot][dim]``, so a range of heads is one piece in each of them. Where ranks keep
+    the same head, all have it.
+
+    Args:
+        whole: The layout of one rank that keeps everything, in the order HND.
+        parts: The part of each rank that has bytes of its own.
+
+    Attributes:
+        object_bytes: Bytes of a page's content as one rank would keep it.
+    """
+
+    def __init__(self, whole: KVLayout, parts: Sequence[RankPart]) -> None:
+        self.object_bytes = whole.page_bytes
+        # For each component of each part: how many pieces it has (its layers times a layer's parts); where it begins among the
+        # ranks' parts, and a piece's bytes there; where it begins in the whole, a piece's bytes there (of all heads), and where
+        # the part's own heads begin among these.
+        self._pieces: list[tuple[int, int, int, int, int, int]] = []
+        offsets = whole.offsets()
+        for part in parts:
+            at = part.layout.offsets()
+            for all_heads, own in zip(whole.components, part.layout.components, strict=True):
+                if not own.layers:
+                    continue
+                first, count = own.layers[0], len(own.layers) * own.parts
+                piece = part.layout.layer_bytes(own) // own.parts
+                width = whole.layer_bytes(all_heads) // own.parts
+                each = width // all_heads.heads
+                head = 0 if own.sharding == "replicated" else part.rank * all_heads.heads // part.ranks
+                self._pieces.append((count, part.start + at[first], piece, offsets[first], width, head * each))
+
+    def gather(self, content: Bytes, into: Bytes) -> None:
+        """Writes the content, uint8 of the ranks' parts, as one rank would keep it: uint8 [object_bytes]."""
+        for own, whole in self._views(content, into):
+            whole[:] = own
+
+    def spread(self, content: Bytes, kept: Bytes | None = None) -> None:
+        """Writes what one rank would keep as the content: the ranks' parts side by side.
+
+        Args:
+            content: uint8 of all parts; written.
+            kept: uint8 [object_bytes]; None: it is in the first bytes of the content.
+        """
+        kept = content[: self.object_bytes].copy() if kept is None else kept
+        for own, whole in self._views(content, kept):
+            own[:] = whole
+
+    def _views(self, content: Bytes, whole: Bytes) -> list[tuple[Bytes, Bytes]]:
+        """The same bytes in both orders, uint8 [layers * parts, bytes of a rank's heads]; views."""
+        return [
+            (
+                content[start : start + count * piece].reshape(count, piece),
+                whole[there : there + count * width].reshape(count, width)[:, head : head + piece],
+            )
+            for count, start, piece, there, width, head in self._pieces
+        ]
+
+
+# How much of host pages is there while a step is still filling them: some layers after others.
+
+
+Ranges = list[tuple[int, int]]
+"""Bytes of a page's content: where each run begins and ends."""
+
+
+class PageParts:
+    """The pages that one step fills. The step's side tells, others wait."""
+
+    def __init__(self) -> None:
+        self._told = threading.Condition()
+        self._computed = 0
+        self._copied = 0
+
+    def computed(self) -> None:
+        """One more group of layers is in each of the device's pages. For any thread."""
+        with self._told:
+            self._computed += 1
+            self._told.notify_all()
+
+    def copied(self) -> None:
+        """One more group of layers is in each host page, too. For any thread."""
+        with self._told:
+            self._copied += 1
+            self._told.notify_all()
+
+    def beyond(self, known: int, seconds: float, *, on_device: bool = False) -> int:
+        """How many groups are there: more than ``known``, unless for so many seconds there were none. For any thread.
+
+        Args:
+            known: So many are known of.
+            seconds: How long to wait at most.
+            on_device: Whether it is about the device's pages, not the host's.
+        """
+
+        def there() -> int:
+            return self._computed if on_device else self._copied
+
+        with self._told:
+            self._told.wait_for(lambda: there() > known, seconds)
+            return there()
+
+
+class PartsOfPages:
+    """The parts that steps fill, by page. The step's thread changes it, others look.
+
+    Attributes:
+        groups: The ranges of bytes in a page's content that belong to each group of layers, in the order in which steps compute
+            them; empty: nothing is known of a step's pages before it ends.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[Ranges] = []
+        self._of: dict[int, PageParts] = {}
+
+    def begin(self, pages: Iterable[int]) -> PageParts:
+        """Pages that a step fills."""
+        parts = PageParts()
+        self._of.update(dict.fromkeys(pages, parts))
+        return parts
+
+    def end(self, pages: Iterable[int], parts: PageParts) -> None:
+        """No step fills these any more."""
+        for page in pages:
+            if self._of.get(page) is parts:
+                del self._of[page]
+
+    def of(self, page: int) -> PageParts | None:
+        """What is filling a page now; None: nothing is, or it has not begun."""
+        return self._of.get(page)
+
+
+def layer_groups(layers: Sequence[int], most: int) -> list[list[int]]:
+    """Cuts layers, in the order in which they are computed, into at most so many groups, and at least two where there are two
+    layers.
+
+    The last layer is alone: nothing is computed beside its copy, so that should be short.
+    """
+    *others, last = sorted(layers)
+    parts = np.array_split(np.array(others), min(most - 1, len(others))) if others else []
+    return [*(part.tolist() for part in parts), [last]]
+
+
+def ranges_of(layers: Iterable[int], offsets: Mapping[int, int], sizes: Mapping[int, int]) -> Ranges:
+    """The ranges of some layers' bytes in a page's content, given where each layer begins there and how many bytes it has."""
+    ranges: Ranges = []
+    for layer in sorted(layers, key=offsets.__getitem__):
+        start, end = offsets[layer], offsets[layer] + sizes[layer]
+        if ranges and ranges[-1][1] == start:
+            start, _ = ranges.pop()
+        ranges.append((start, end))
+    return ranges
+
+
+# Memory that the processes of one machine share. The kernel frees it with the last of them, however they end.
+
+
+class SharedMemory:
+    """Memory without a name (Linux's memfd), claimed as it is used.
+
+    Args:
+        descriptor: The file that stands for it; closed with this object.
+
+    Attributes:
+        path: By which other processes of this user open it while this object lives.
+        identity: The file's device and inode: of all that is open on this machine only this memory has them.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        found = os.fstat(descriptor)
+        self.identity = found.st_dev, found.st_ino
+        weakref.finalize(self, os.close, descriptor)
+
+    @staticmethod
+    def create(size: int) -> SharedMemory:
+        """New memory of so many bytes.
+
+        Raises:
+            ConfigError: The system has no such memory.
+        """
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("--host-cache: processes share the host cache on Linux only")
+        memory = SharedMemory(os.memfd_create("sapwood-host-cache", os.MFD_CLOEXEC))
+        os.truncate(memory._descriptor, size)
+        return memory
+
+    @staticmethod
+    def open(path: str) -> SharedMemory:
+        """The memory that another process has created."""
+        return SharedMemory(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """All of its bytes; they stay while the array does."""
+        return np.frombuffer(mmap.mmap(self._descriptor, 0), np.uint8)
+
 
 HEADER_BYTES = 128
 SCRATCH_PAGES = 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from sapwood_kernels.memcpy_batch import Addresses, MemcpyBatch
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
-from sapwood_worker.records.page_copies import PageCopy, PageIds
+from sapwood_worker.records.step import PageCopy, PageIds
 
 _PROGRAMS = 16
 _STAGING_BYTES = 64 << 20

@@ -22,10 +22,10 @@ from sapwood_worker.model.pools.host_pool import (
     SCRATCH_PAGES,
     Bytes,
     HostPool,
+    PageOrder,
+    SharedMemory,
     record_bytes,
 )
-from sapwood_worker.model.pools.page_order import PageOrder
-from sapwood_worker.model.pools.shared_memory import SharedMemory
 
 _ASK = struct.Struct("!?I")
 _COMING_SECONDS = 60.0

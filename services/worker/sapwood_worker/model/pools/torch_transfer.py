@@ -1,4 +1,4 @@
-"""Copies of pages with torch: at once on a CPU, on streams of their own on CUDA."""
+"""Copies of pages between device and host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +18,38 @@ from sapwood_kernels import reference
 from sapwood_kernels.memcpy_batch import MemcpyBatch
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.pools.device_pool import DevicePool
-from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.model.pools.host_pool import HostPool, PageParts, layer_groups, ranges_of
 from sapwood_worker.model.pools.page_movers import KernelMover, PageStorer, StagedStorer
-from sapwood_worker.model.pools.page_parts import PageParts, layer_groups, ranges_of
-from sapwood_worker.model.pools.transfer import Transfer
 from sapwood_worker.records.handoff import log_stage
-from sapwood_worker.records.page_copies import Copies, CopyReport, LatePages, PageCopy
+from sapwood_worker.records.step import Copies, CopyReport, LatePages, PageCopy
+
+# Copies pages between device and host: the runner's half of the second tier.
+
+
+class Transfer(Protocol):
+    """Carries out what the scheduler asks for. The runner calls it before each step's computation."""
+
+    def start(self, copies: Copies) -> None:
+        """Copies pages, in the order and with the waits that :class:`Copies` says.
+
+        Mutates the host pages of the store, which are valid once it is reported done, and the device pages of the load,
+        which are valid for whatever the step computes next.
+        """
+        ...
+
+    def finish(self, *, failed: bool = False) -> None:
+        """The step's computation has been queued, or has failed: copies what is left of the pages that it fills."""
+        ...
+
+    def poll(self) -> CopyReport:
+        """The stores that have ended since the last call; never waits."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a store has been started and not reported."""
+        ...
+
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``sapwood_kernels.reference.store_pages`` or ``load_pages``."""

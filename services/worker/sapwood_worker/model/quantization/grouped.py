@@ -12,7 +12,7 @@ from torch import Tensor
 from sapwood_kernels.ops.contracts import FewRows, Gate, ManyRows, Norm
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight, joined, round_to_groups
-from sapwood_worker.model.quantization.int8_head import Int8Head
+from sapwood_worker.model.quantization.int8 import Int8Head
 from sapwood_worker.model.quantization.linear_method import (
     Fuses,
     LinearFormat,

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.plugins import find_part, part_names
+from sapwood_kernels.ops.contracts import Gate, Norm
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.quantization.awq import AWQ
 from sapwood_worker.model.quantization.bitsandbytes import BITSANDBYTES
@@ -20,16 +22,16 @@ from sapwood_worker.model.quantization.gguf import GGUF
 from sapwood_worker.model.quantization.gptq import GPTQ
 from sapwood_worker.model.quantization.grouped import INT4
 from sapwood_worker.model.quantization.int8 import INT8
-from sapwood_worker.model.quantization.joined import JoinedMethod
 from sapwood_worker.model.quantization.linear_method import (
+    Fuses,
     LinearFormat,
     LinearMethod,
     LinearShape,
     Stored,
     TableMethod,
 )
-from sapwood_worker.model.weight_slot import StoredTensor, why_no_numbers
-from sapwood_worker.settings.names import LINEAR_METHODS as GROUP
+from sapwood_worker.model.weight_slot import StoredTensor, WeightSlots, why_no_numbers
+from sapwood_worker.settings import LINEAR_METHODS as GROUP
 
 FORMATS = {
     "none": LinearFormat(),
@@ -279,3 +281,41 @@ def _check_wide(module: str, stored: Stored) -> None:
         raise stored.refusal(f"{module}.weight", why)
     if any(not name.endswith(".bias") for name in others):
         raise stored.refusal(others[0], "weights of this kind cannot be read")
+
+
+# A layer whose projections are in different formats.
+
+
+class JoinedMethod(LinearMethod):
+    """Multiplies with each projection by itself.
+
+    Args:
+        methods: One for each projection, in the order of outputs.
+    """
+
+    def __init__(self, methods: Sequence[LinearMethod]) -> None:
+        self._methods = methods
+
+    def slots(self) -> WeightSlots:
+        slots: WeightSlots = {}
+        for method in self._methods:
+            slots |= method.slots()
+        return slots
+
+    def finish(self) -> None:
+        for method in self._methods:
+            method.finish()
+
+    def fuses(self, rows: int) -> Fuses:
+        return Fuses()
+
+    def apply(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        gate_before: Gate | None = None,
+        gate_after: Gate | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return torch.cat([method.apply(x) for method in self._methods], 1)

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.checkpoint.hf_quantization import read_hf_quantization
+from sapwood_worker.model.checkpoint.hf_config import read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files
-from sapwood_worker.model.quantizer.checkpoint import CheckpointWriter
+from sapwood_worker.model.quantizer.quantize import CheckpointWriter
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 

@@ -18,8 +18,7 @@ from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderModel
-from sapwood_worker.model.heads.features import ShiftedSteps
-from sapwood_worker.model.heads.head import Head
+from sapwood_worker.model.heads.head import Head, ShiftedSteps
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.kv_layout import KVLayout

@@ -22,10 +22,9 @@ from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.distributed.pipeline.micro_batches import MicroBatches, measured
+from sapwood_worker.model.distributed.pipeline import MicroBatches, measured
 from sapwood_worker.model.heads.eagle import load_eagle
-from sapwood_worker.model.heads.features import ShiftedSteps
-from sapwood_worker.model.heads.head import Head
+from sapwood_worker.model.heads.head import Head, ShiftedSteps
 from sapwood_worker.model.heads.mtp import load_mtp
 from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.model.loader import load_model
@@ -33,19 +32,22 @@ from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import memory_limit
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
-from sapwood_worker.model.runner.drafts.draft_trial import drafted_before, try_checks
-from sapwood_worker.model.runner.drafts.drafting_runner import DraftingRunner
+from sapwood_worker.model.runner.drafting_runner import DraftingRunner, drafted_before, try_checks
 from sapwood_worker.model.runner.graphs.recorded_steps import record_steps
 from sapwood_worker.model.runner.identity import assure_equal, cache_identity
 from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
 from sapwood_worker.model.runner.kv_calibration import kv_scales
-from sapwood_worker.model.runner.lanes.lanes_trial import try_lanes
-from sapwood_worker.model.runner.memory.host_tier import build_host_pool
-from sapwood_worker.model.runner.memory.pool_builder import SCRATCH_PAGES, PoolBuilder
-from sapwood_worker.model.runner.memory.trial_step import compute_shared_trial, compute_trial, plan_prompts
+from sapwood_worker.model.runner.memory import (
+    SCRATCH_PAGES,
+    PoolBuilder,
+    build_host_pool,
+    compute_shared_trial,
+    compute_trial,
+    plan_prompts,
+)
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
-from sapwood_worker.model.runner.overlap_trial import overlap_sums
+from sapwood_worker.model.runner.overlap_trial import overlap_sums, try_lanes
 from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
 from sapwood_worker.model.sizes import DeviceFacts, Given, ModelFacts, Sizes, choose_sizes

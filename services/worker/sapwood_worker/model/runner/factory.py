@@ -29,7 +29,7 @@ from sapwood_worker.model.runner.builder import build_drafted_runner, build_head
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.ranks.place import ALONE, Place
+from sapwood_worker.records.ranks import ALONE, Place
 
 logger = logging.getLogger(__name__)
 

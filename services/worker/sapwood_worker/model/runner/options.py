@@ -10,7 +10,7 @@ import torch
 
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import LoadFormat, StoredWeights
-from sapwood_worker.settings.names import LanesName
+from sapwood_worker.settings import LanesName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

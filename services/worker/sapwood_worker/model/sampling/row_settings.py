@@ -15,10 +15,8 @@ from torch import Tensor
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.sampling.cpu_sampling import SETTINGS, SamplingBatch, levels
-from sapwood_kernels.sampling.random_numbers import uniform
-from sapwood_worker.model.sampling.bans import Places
-from sapwood_worker.model.sampling.penalties import Penalties
+from sapwood_kernels.sampling.cpu_sampling import SETTINGS, SamplingBatch, levels, uniform
+from sapwood_worker.model.sampling.penalties import Penalties, Places
 from sapwood_worker.records.step import IntArray
 
 _SEED_MASK = (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""Makes tokens of a step's logits: grammar, penalties, biases, the draw, and log probabilities.
+"""Samples the tokens of a step and reports their log probabilities.
 
 The order: log probabilities are taken of the logits as the model gave them; then logit processors, grammar masks, allowed
 tokens, banned sequences, penalties, biases and the ban on early ends change them in place; then temperature and the filters of
@@ -17,13 +17,69 @@ from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.sampling.cpu_sampling import SamplingBatch
-from sapwood_worker.model.sampling.bans import AllowedTokens, BannedSequences
-from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs
-from sapwood_worker.model.sampling.penalties import TokenCounts
+from sapwood_worker.model.sampling.penalties import AllowedTokens, BannedSequences, TokenCounts
 from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.processors import LogitProcessors
 from sapwood_worker.model.sampling.row_settings import RowSettings
+from sapwood_worker.records.output import TokenLogprobs
 from sapwood_worker.records.step import Entry, IntArray, Step
+
+# Log probabilities of tokens by the model's own distribution: before temperature, penalties, biases and grammar.
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities of S tokens and of K alternatives to each.
+
+    Attributes:
+        chosen: float32 [S]: the tokens' own.
+        top_ids: int64 [S, K]: the likeliest tokens, likeliest first.
+        top: float32 [S, K]: their log probabilities.
+    """
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``chosen``, ``top_ids`` and ``top``."""
+        return self.chosen, self.top_ids, self.top
+
+    def to_list(self, alternatives: Sequence[int] | None = None) -> list[TokenLogprobs]:
+        """The log probabilities as records; waits for the device.
+
+        Args:
+            alternatives: How many of the K are wanted for each token; None: all.
+        """
+        counts = [self.top.shape[1]] * len(self.chosen) if alternatives is None else alternatives
+        columns = zip(self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), counts, strict=True)
+        return [TokenLogprobs(chosen, ids[:count], top[:count]) for chosen, ids, top, count in columns]
+
+
+class Distribution:
+    """The log softmax of some rows, kept until it is known which tokens were chosen.
+
+    Args:
+        logits: float32 [S, V]; not changed, and must not be changed by others.
+        alternatives: K, the number of alternatives.
+    """
+
+    def __init__(self, logits: Tensor, alternatives: int) -> None:
+        self._logits = logits
+        self._total = logits.logsumexp(-1, keepdim=True)
+        self._top = logits.topk(alternatives, dim=-1)
+
+    def of(self, tokens: Tensor) -> Logprobs:
+        """The log probabilities of one token of each row, int64 [S]."""
+        chosen = self._logits.gather(1, tokens[:, None]) - self._total
+        return Logprobs(chosen[:, 0], self._top.indices, self._top.values - self._total)
+
+
+def join(parts: Sequence[Logprobs]) -> Logprobs:
+    """Concatenates parts, at least one, which have the same K."""
+    chosen, top_ids, top = (torch.cat(tensors) for tensors in zip(*(part.tensors for part in parts), strict=True))
+    return Logprobs(chosen, top_ids, top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +243,13 @@ def apply_masks(logits: Tensor, step: Step, ops: DeviceOps) -> None:
 
 # Chooses the next token of every row at once.
 #
-# Order of the filters: temperature; top-k; top-p over what top-k left, renormalised; min-p relative to the likeliest token.
-# Each filter is a threshold on the probability, so tokens exactly as likely as the last one kept are kept too, and the
-# result does not depend on how a sort breaks ties.
+# Order of the filters: temperature; top-k; top-p over what top-k left, renormalised; min-p relative to the likeliest
+# token. Each filter is a threshold on the probability, so tokens exactly as likely as the last one kept are kept too,
+# and the result does not depend on how a sort breaks ties.
 #
-# The token is then drawn by the row's random numbers, down a tree (``cpu_sampling``). Nothing in a row's result depends on
-# another row: it is a pure function of (seed, position, logits), and logits that are rounded a little otherwise seldom change it.
+# The token is then drawn by the row's random numbers, down a tree (``cpu_sampling``). Nothing in a row's result depends
+# on another row: it is a pure function of (seed, position, logits), and logits that are rounded a little otherwise
+# seldom change it.
 #
 # How the draw is computed is the device's own: torch calls (``cpu_sampling`` of ``sapwood_kernels.sampling``), or one
 # kernel that does all of it without waiting for the host (``triton_sampling``).

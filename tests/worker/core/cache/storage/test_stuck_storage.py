@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 
 from sapwood_testing.worker.storage.fake_storage import FakeStorage
-from sapwood_worker.core.cache.host.host_pages import HostPages
+from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageName
+from sapwood_worker.core.cache.storage.backend import ThreadExecutor
 from sapwood_worker.core.cache.storage.connection import CALL_SECONDS, Connection
-from sapwood_worker.core.cache.storage.executor import ThreadExecutor
 from sapwood_worker.core.cache.storage.record import namespace_of, object_name, seal
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.model.pools.host_pool import HostPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood_worker.core.scheduler.speculation.draft_costs import DraftCosts
+from sapwood_worker.core.scheduler.speculation.costs import DraftCosts
 
 
 def noted(*lengths: tuple[int, float]) -> DraftCosts:

@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from sapwood_testing.drafts.virtual_worker import VirtualWorker
-from sapwood_worker.core.scheduler.speculation.planner import Planner
+from sapwood_worker.core.scheduler.speculation.speculation import Planner
 
 WARM_UP, STEPS = 1000, 2500
 FEW, MANY = (

@@ -6,9 +6,9 @@ import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.speculation.costs import LADDER, StepCosts
 from sapwood_worker.core.scheduler.speculation.drafter import HostDrafter
 from sapwood_worker.core.scheduler.speculation.speculation import MOST_DRAFTED, Speculation
-from sapwood_worker.core.scheduler.speculation.step_costs import LADDER, StepCosts
 
 SURE = 60
 """Tokens foreseen, after which a rate is almost 1."""

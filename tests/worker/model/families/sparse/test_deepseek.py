@@ -13,7 +13,7 @@ from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.latent_attention import LatentConfig
-from sapwood_worker.model.layers.rope_scaling import YarnScaling
+from sapwood_worker.model.layers.rotary import YarnScaling
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 _YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096}

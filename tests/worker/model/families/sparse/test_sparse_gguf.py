@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufFile, GgufTensor
-from sapwood_kernels.native.library import load_library
+from sapwood_kernels.native.products import load_library
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.models.gguf_sparse import LAYOUTS, write_sparse_gguf
@@ -24,11 +24,10 @@ from sapwood_testing.models.same_logits import tokens_of
 from sapwood_testing.worker.split_models import logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model import loader
-from sapwood_worker.model.checkpoint.gguf_made import made_tensors
-from sapwood_worker.model.checkpoint.gguf_numbers import expert_of
+from sapwood_worker.model.checkpoint.gguf_source import expert_of, made_tensors
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.families.gguf_values import GgufValues
+from sapwood_worker.model.families.values import GgufValues
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.runner.identity import sampled_fingerprint
 
@@ -47,8 +46,8 @@ def assert_near(ours, oracle, near=2e-5):
 
 
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-# With what files do not say as they mean it: windows of Mixtral and Qwen2, which no published model has, OLMoE's weights that are
-# not normalised, one group, gpt-oss's limit, and cosines that yarn leaves as they are.
+# With what files do not say as they mean it: windows of Mixtral and Qwen2, which no published model has, OLMoE's
+# weights that are not normalised, one group, gpt-oss's limit, and cosines that yarn leaves as they are.
 FAMILIES = {
     "mixtral": {"sliding_window": None},
     "qwen2-moe": {"use_sliding_window": False},

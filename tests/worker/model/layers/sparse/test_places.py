@@ -8,7 +8,7 @@ import torch
 from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.split_models import SHAPE, load, logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
-from sapwood_worker.core.experts.balancer import ExpertBalancer
+from sapwood_worker.core.expert_balancing import ExpertBalancer
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.records.experts import ExpertMove, moved

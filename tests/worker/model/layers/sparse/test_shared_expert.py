@@ -16,7 +16,7 @@ from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_testing.worker.thread_ranks import make_groups
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig, SparseMLP
 from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape
 from sapwood_worker.model.quantization.registry import LinearMethods

@@ -14,8 +14,8 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, make_step, step_for
 from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.forward_batch import build_forward_batch
 from sapwood_worker.model.runner.graphs.decode_rows import MOST_KEYS, decode_rows
-from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.options import RunnerOptions
 
 GREEDY = SamplingParams(temperature=0.0)

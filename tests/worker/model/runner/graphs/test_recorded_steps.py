@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_kernels.native.library import load_library
+from sapwood_kernels.native.products import load_library
 from sapwood_testing.models.gguf_files import write_gguf
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="nothing is compiled: python hatch_build.py")

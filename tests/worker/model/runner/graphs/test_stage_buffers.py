@@ -10,7 +10,7 @@ from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.thread_ranks import run_grid
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.runner.builder import build_runner
-from sapwood_worker.model.runner.graphs.stage_buffers import StageBuffers
+from sapwood_worker.model.runner.graphs.cuda_graph import StageBuffers
 from sapwood_worker.model.runner.options import RunnerOptions
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sapwood_worker.core.cache.storage.backend import StorageBackend, StorageError
-from sapwood_worker.core.cache.storage.executor import Executor
+from sapwood_worker.core.cache.storage.backend import Executor, StorageBackend, StorageError
 
 NEVER = 1 << 40
 """A number of pages that no request reaches: nothing is fetched."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.plugins import find_part
-from sapwood_worker.core.cache.storage import file, mooncake, nixl
+from sapwood_worker.core.cache.storage import file, mooncake_store, nixl_store
 from sapwood_worker.core.cache.storage.backend import StorageBackend
 from sapwood_worker.core.cache.storage.url import StorageUrl
 
@@ -17,8 +17,8 @@ Open = Callable[[], StorageBackend]
 
 _KINDS: dict[str, Callable[[StorageUrl], Open]] = {
     "file": file.parse_url,
-    "mooncake": mooncake.parse_url,
-    "nixl": nixl.parse_url,
+    "mooncake": mooncake_store.parse_url,
+    "nixl": nixl_store.parse_url,
 }
 
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.core.cache.storage.backend import StorageBackend, StorageError
+from sapwood_worker.core.cache.storage.backend import StorageBackend, StorageError, ThreadExecutor
 from sapwood_worker.core.cache.storage.connection import NEVER, Connection
-from sapwood_worker.core.cache.storage.executor import ThreadExecutor
 from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.record import page_namespace
 from sapwood_worker.core.cache.storage.tier import StorageTier

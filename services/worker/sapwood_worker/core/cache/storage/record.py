@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from sapwood_worker.core.cache.host.host_pages import HostPage
+from sapwood_worker.core.cache.host import HostPage
 from sapwood_worker.core.cache.page_key import PageKey
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.request_drafts import RowDrafter
+from sapwood_worker.core.scheduler.request import Request, RowDrafter
 from sapwood_worker.records.step import LateTokens
 
 

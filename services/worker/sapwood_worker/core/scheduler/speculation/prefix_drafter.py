@@ -40,7 +40,7 @@ class PrefixDrafter(HostDrafter):
 
 
 class CopyingRow:
-    """Implements :class:`~sapwood_worker.core.scheduler.request_drafts.RowDrafter`.
+    """Implements :class:`~sapwood_worker.core.scheduler.request.RowDrafter`.
 
     Args:
         tokens: The request's tokens; the list grows.
@@ -122,11 +122,11 @@ class CopyingRow:
 
 # Where in a sequence its last tokens have stood before.
 #
-# Source of the idea: prompt lookup decoding (Saxena, 2023). What is there when the index is made is sorted once, O(n log n) in
-# numpy; what comes later goes into a dictionary, O(1) a token. A lookup is a binary search, and compares what stood before the
-# latest few places. The place with the longest match is the likeliest: where the demo model edits a listing, a step of 8 drafted
-# tokens brings 4.1 tokens with the longest match of two or more, and 3.7 with the latest match of three
-# (``benchmarks/draft_trees.py``).
+# Source of the idea: prompt lookup decoding (Saxena, 2023). What is there when the index is made is sorted once, O(n
+# log n) in numpy; what comes later goes into a dictionary, O(1) a token. A lookup is a binary search, and compares what
+# stood before the latest few places. The place with the longest match is the likeliest: where the demo model edits a
+# listing, a step of 8 drafted tokens brings 4.1 tokens with the longest match of two or more, and 3.7 with the latest
+# match of three (``benchmarks/draft_trees.py``).
 LENGTH = 2
 """Tokens that must be equal."""
 MOST_PLACES, _LONGEST = 8, 32

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.values import HfValues
 
 
 def _from_hf(found: HfValues) -> ModelConfig:

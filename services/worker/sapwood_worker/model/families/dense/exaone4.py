@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.dense.layer_orders import PostNormDecoderLayer
+from sapwood_worker.model.families.decoder import PostNormDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.values import HfValues
 
 
 def _from_hf(found: HfValues) -> ModelConfig:

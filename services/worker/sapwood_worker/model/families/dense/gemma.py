@@ -6,11 +6,10 @@ import math
 from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.dense.layer_orders import SandwichDecoderLayer
+from sapwood_worker.model.families.decoder import SandwichDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import GgufValues
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.values import GgufValues, HfValues
 
 # Of Gemma 2's 27B, whose scale of attention GGUF files do not state.
 _27B_LAYERS = 46

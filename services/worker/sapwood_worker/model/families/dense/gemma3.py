@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.dense.layer_orders import SandwichDecoderLayer
+from sapwood_worker.model.families.decoder import SandwichDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import GgufValues
-from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.values import GgufValues, HfValues
 from sapwood_worker.model.layers.rotary import RopeConfig
 
 # Values that GGUF files do not state.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.dense.layer_orders import SandwichDecoderLayer
-from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.fused import fused_gate_up
-from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.decoder import SandwichDecoderLayer
+from sapwood_worker.model.families.family import ModelFamily, fused_gate_up
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.values import HfValues
 
 
 class Glm4DecoderLayer(SandwichDecoderLayer):

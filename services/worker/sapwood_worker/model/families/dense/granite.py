@@ -9,10 +9,9 @@ from torch import Tensor
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import GgufValues
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.families.values import GgufValues, HfValues
+from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.rotary import Angles
 
 

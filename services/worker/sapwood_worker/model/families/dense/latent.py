@@ -8,9 +8,8 @@ from dataclasses import replace
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.granite import GraniteDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.hf_values import HfValues
-from sapwood_worker.model.families.latent_values import LATENT_DEFAULTS, read_latent
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.values import LATENT_DEFAULTS, HfValues, read_latent
 
 
 def _minicpm3(found: HfValues) -> ModelConfig:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.fused import fused_gate_up, fused_qkv
-from sapwood_worker.model.families.gguf_values import ROPE_LONG, ROPE_SHORT, GgufValues
+from sapwood_worker.model.families.family import ModelFamily, fused_gate_up, fused_qkv
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.layers.rope_scaling import LongRopeScaling
+from sapwood_worker.model.families.values import ROPE_LONG, ROPE_SHORT, GgufValues
+from sapwood_worker.model.layers.rotary import LongRopeScaling
 
 
 def _from_gguf(values: GgufValues) -> ModelConfig:

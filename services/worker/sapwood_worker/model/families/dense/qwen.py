@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.values import HfValues
 
 _DEFAULTS = {"tie_word_embeddings": False, "rope_theta": 10_000.0, "max_window_layers": 28}
 

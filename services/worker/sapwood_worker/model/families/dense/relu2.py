@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.known_keys import Same
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.values import HfValues
 from sapwood_worker.model.layers.mlp import PlainConfig
 
 

@@ -8,10 +8,8 @@ from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.exaone4 import EXAONE4
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import GgufValues
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.families.routing_values import read_routing
+from sapwood_worker.model.families.values import GgufValues, HfValues, read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
 
 

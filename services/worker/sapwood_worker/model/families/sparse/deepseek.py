@@ -7,17 +7,17 @@ from dataclasses import replace
 from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import GgufValues
-from sapwood_worker.model.families.hf_values import HfValues
-from sapwood_worker.model.families.latent_values import (
+from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.families.sparse.corrected import corrected_routing
+from sapwood_worker.model.families.values import (
     LATENT_DEFAULTS,
     LATENT_GGUF_NAMES,
+    GgufValues,
+    HfValues,
     read_gguf_latent,
     read_latent,
+    read_routing,
 )
-from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.families.routing_values import read_routing
-from sapwood_worker.model.families.sparse.corrected import corrected_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import CORRECTION, SharedExpert, SparseConfig
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.dense.ernie import ERNIE4_5
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.families.routing_values import read_routing
+from sapwood_worker.model.families.values import HfValues, read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 

@@ -9,11 +9,9 @@ from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import GgufValues
-from sapwood_worker.model.families.hf_values import HfValues
-from sapwood_worker.model.families.latent_values import LATENT_DEFAULTS, read_latent
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.families.sparse.corrected import corrected_experts, corrected_gguf_experts
+from sapwood_worker.model.families.values import LATENT_DEFAULTS, GgufValues, HfValues, read_latent
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
 

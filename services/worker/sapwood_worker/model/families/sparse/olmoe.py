@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.dense.layer_orders import PostNormDecoderLayer
+from sapwood_worker.model.families.decoder import PostNormDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import GgufValues
-from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.families.routing_values import read_routing
+from sapwood_worker.model.families.values import GgufValues, HfValues, read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
 

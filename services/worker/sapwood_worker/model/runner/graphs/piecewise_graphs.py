@@ -27,7 +27,7 @@ from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.forward_batch import ForwardBatch
-from sapwood_worker.model.runner.graphs.stage_buffers import StageBuffers
+from sapwood_worker.model.runner.graphs.cuda_graph import StageBuffers
 
 _LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3 / 28, 20e-3 / 28
 """Seconds that the host takes to launch the kernels of a layer one by one, about."""

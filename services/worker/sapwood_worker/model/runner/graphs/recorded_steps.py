@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sapwood_kernels.native.library import NativeLibrary
-from sapwood_kernels.native.products import SMALL
-from sapwood_kernels.native.recording import Recording
+from sapwood_kernels.native.products import SMALL, NativeLibrary
+from sapwood_kernels.native.steps import Recording
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.attention.native import native_parts
 from sapwood_worker.model.attention.paged import PagedPlan
+from sapwood_worker.model.attention.torch_native import native_parts
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.layers.rotary import Angles
 from sapwood_worker.model.runner.forward_batch import ForwardBatch

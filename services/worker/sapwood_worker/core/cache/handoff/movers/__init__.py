@@ -1,1 +1,0 @@
-"""Ways in which pages go from one worker to another."""

@@ -1,0 +1,597 @@
+"""The prefix cache, its pins, and the checks of all that it keeps in step."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood_common.errors import ResourceExhaustedError
+from sapwood_worker.core.cache.eviction import EvictionName
+from sapwood_worker.core.cache.lower_tiers import LowerTiers
+from sapwood_worker.core.cache.page_key import KvEventLog
+from sapwood_worker.core.cache.pages import (
+    CACHE,
+    FREE,
+    TRANSFER,
+    LedgerError,
+    PageAllocator,
+    PageHandle,
+    PageIds,
+    PageTable,
+    WindowPages,
+)
+from sapwood_worker.core.cache.radix import TOKEN_BYTES, Match, Node, RadixTree
+from sapwood_worker.core.cache.transfer.reads import Prompt
+from sapwood_worker.records.kv_layout import WindowGroup
+
+
+@dataclass(slots=True)
+class Row:
+    """An open row of the page table.
+
+    Attributes:
+        node: The locked end of its shared prefix.
+        shared: Pages of that prefix.
+        loading: The pages that are being filled from the tiers below.
+        windows: Those of each window.
+    """
+
+    node: Node
+    shared: int
+    loading: PageHandle | None = None
+    windows: tuple[PageIds, ...] = ()
+
+
+def check_idle(
+    allocator: PageAllocator,
+    tree: RadixTree,
+    pins: Pins,
+    rows: Mapping[int, Row],
+    windows: Sequence[WindowPages],
+    taken: int,
+) -> None:
+    """Checks that nothing but ``taken`` pages is held while no row is open; vectorised, O(pages).
+
+    Raises:
+        AssertionError: A page leaked or a lock was left behind; the message names the requests.
+    """
+    allocator.check()
+    assert not rows, f"rows {sorted(rows)} are open, though nothing runs"
+    nodes = pins.nodes()
+    pinned = sum(len(node.pages) for node in nodes)
+    if tree.num_evictable + pinned != tree.num_pages:
+        locked = [node.pages for node in tree.nodes() if node.locks and node not in nodes]
+        raise LedgerError(f"a lock was left behind on pages {allocator.describe(np.concatenate(locked))}")
+    if allocator.num_used != tree.num_pages + taken:
+        cached = np.concatenate([np.empty(0, np.int32), *(node.pages for node in tree.nodes())])
+        leaked = np.setdiff1d(allocator.used(), cached)
+        raise LedgerError(f"nothing runs, yet there are pages {allocator.describe(leaked)}")
+    for nth, window in enumerate(windows):
+        window.check_idle(sum(map(len, pins.held(nth))))
+
+
+def check_pages(
+    allocator: PageAllocator,
+    table: PageTable,
+    tree: RadixTree,
+    pins: Pins,
+    rows: Mapping[int, Row],
+    windows: Sequence[WindowPages],
+    taken: Sequence[int],
+) -> None:
+    """Compares tree, ledger, rows and the pages that are taken, page by page; for tests.
+
+    Raises:
+        AssertionError: They disagree.
+    """
+    ends: dict[Node, int] = {}
+    owners = np.full(allocator.num_pages, FREE, dtype=np.int32)
+    held = 0
+    for slot, row in rows.items():
+        ends[row.node] = ends.get(row.node, 0) + 1
+        pages = table.pages(slot)
+        at: Node | None = row.node
+        end = row.shared
+        while at is not None and at.parent is not None:
+            start = end - len(at.pages)
+            assert start >= 0 and (pages[start:end] == at.pages).all(), f"row {slot} does not begin with its prefix"
+            end, at = start, at.parent
+        assert end == 0, f"row {slot} does not begin with the prefix it locks"
+        loading = pages[:0] if row.loading is None else row.loading.pages
+        loaded = row.shared + len(loading)
+        assert (pages[row.shared : loaded] == loading).all(), f"row {slot} is not filled where it should be"
+        owners[loading] = TRANSFER
+        owners[pages[loaded:]] = slot
+        held += len(pages) - row.shared
+    for node in pins.ends():
+        ends[node] = ends.get(node, 0) + 1
+    cached = tree.check(ends)
+    owners[cached] = CACHE
+    owners[taken] = TRANSFER
+    # The counts agree too, so that no page stands in two places.
+    allocator.check_owners(owners, held + len(cached) + len(taken))
+    begun = {slot: table.pages(slot)[: row.shared] for slot, row in rows.items()}
+    for nth, window in enumerate(windows):
+        moving = {slot: each[each >= 0] for slot, row in rows.items() for each in row.windows[nth : nth + 1]}
+        window.check(begun, moving, pins.held(nth), cached)
+
+
+# Prefixes that are pinned: locked in the tree, with what lies beside them in the windows, until they are taken back.
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """The locked end of a pinned prefix, until when it is pinned, and what it holds of each window."""
+
+    node: Node
+    until: float | None
+    held: tuple[PageIds, ...]
+
+
+class Pins:
+    """The pinned prefixes of one tree.
+
+    Args:
+        tree: Has their pages.
+        windows: The pages of layers that see a window only.
+        scarce: Those of them that have fewer pages than the page table.
+    """
+
+    def __init__(self, tree: RadixTree, windows: Sequence[WindowPages], scarce: Sequence[WindowPages]) -> None:
+        self._tree = tree
+        self._windows = windows
+        self._scarce = scarce
+        self._pins: dict[str, _Pin] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, name: str, match: Match, most: int, until: float | None) -> None:
+        """Pins a prefix; a pin of the same name is replaced.
+
+        Args:
+            name: The pin's.
+            match: The prefix.
+            most: Pages that may be pinned in all.
+            until: When :meth:`expire` takes it back; None: never.
+
+        Raises:
+            ResourceExhaustedError: More than ``most`` pages would be pinned; nothing changed.
+        """
+        old = self._pins.get(name)
+        kept = [pin.node for pin in self._pins.values() if pin is not old]
+        needed = sum(len(node.pages) for node in _and_above([*kept, match.node]))
+        if needed > most:
+            raise ResourceExhaustedError(f"{needed} pages would be pinned; at most {most} can be", field="token_ids")
+        for window in self._scarce:
+            if (len(kept) + 1) * window.tail + window.least > window.num_pages:
+                raise ResourceExhaustedError(
+                    f"the pages of a window would not do for {len(kept) + 1} pins and a request", field="token_ids"
+                )
+        self._tree.lock(match.node)
+        self._pins[name] = _Pin(match.node, until, tuple(each.hold(match.pages) for each in self._windows))
+        if old is not None:
+            self._release(old)
+
+    def remove(self, name: str) -> bool:
+        """Takes a pin back; returns whether there was one of this name."""
+        pin = self._pins.pop(name, None)
+        if pin is not None:
+            self._release(pin)
+        return pin is not None
+
+    def expire(self, now: float) -> None:
+        """Takes back the pins whose time is over. O(pins)."""
+        for name in [name for name, pin in self._pins.items() if pin.until is not None and pin.until <= now]:
+            self.remove(name)
+
+    def ends(self) -> list[Node]:
+        """The locked node of each pin."""
+        return [pin.node for pin in self._pins.values()]
+
+    def nodes(self) -> set[Node]:
+        """All nodes that hold something pinned."""
+        return _and_above(self.ends())
+
+    def held(self, nth: int) -> list[PageIds]:
+        """What each pin holds of the ``nth`` window."""
+        return [pin.held[nth] for pin in self._pins.values()]
+
+    def _release(self, pin: _Pin) -> None:
+        self._tree.unlock(pin.node)
+        for window, pages in zip(self._windows, pin.held, strict=True):
+            window.let_go(pages)
+
+
+def _and_above(ends: list[Node]) -> set[Node]:
+    """These nodes and all above them."""
+    found: set[Node] = set()
+    for node in ends:
+        at: Node | None = node
+        while at is not None and at not in found:
+            found.add(at)
+            at = at.parent
+    return found
+
+
+# The prefix cache: keeps radix tree, ledger and page table in step, so that a page changes owner in all of them at
+# once.
+#
+# A row of the page table begins with pages of the tree, which are locked for the row, and continues with pages of its
+# own. Layers that see only a window have their own tables and pages (``pages.py``).
+
+
+Written = tuple[PageHandle, ...]
+"""Handles of pages, one for each page table."""
+
+
+class PrefixCache:
+    """Pages of prompts and answers kept for requests to come.
+
+    Attributes:
+        enabled: If not, nothing is kept and nothing found.
+        windows: The pages of layers that see a window only.
+        scarce: Those of them that have fewer pages than the page table.
+        pins: The prefixes that are pinned.
+        taken: Pages that :meth:`take` gave.
+
+    Args:
+        allocator: The ledger.
+        page_table: Rows of the running requests.
+        page_size: Tokens in a page.
+        enabled: Whether anything is kept and found.
+        eviction: What is evicted first when room is needed.
+        below: The tiers below; None: there are none.
+        events: Records what is stored and removed; None: nothing is recorded.
+        windows: The pages of layers that see a window only.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        page_table: PageTable,
+        page_size: int,
+        *,
+        enabled: bool = True,
+        eviction: EvictionName = "lru",
+        below: LowerTiers | None = None,
+        events: KvEventLog | None = None,
+        windows: Sequence[WindowGroup] = (),
+    ) -> None:
+        self._allocator = allocator
+        self._table = page_table
+        self._tree = RadixTree(page_size, eviction, events, alone=below is None)
+        self._page_size = page_size
+        self.enabled = enabled
+        self._below = below if enabled else None
+        self._rows: dict[int, Row] = {}
+        self.taken: set[int] = set()
+        rows, width = page_table.rows.shape
+        self.windows = [
+            WindowPages(group, page_size, allocator.num_pages, rows, width, self._unkept) for group in windows
+        ]
+        # The others have a page for each page of the page table, so they never run out first.
+        self.scarce = [window for window in self.windows if window.num_pages < allocator.num_pages]
+        self.pins = Pins(self._tree, self.windows, self.scarce)
+        self._tables = page_table.rows, *(each.table for each in self.windows)
+        self._ledgers = allocator, *(each.ledger for each in self.windows)
+        if self._below is not None:
+            self._below.beside(self.windows, allocator.epoch_of, self)
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that eviction could free now."""
+        return self._tree.num_evictable
+
+    @property
+    def num_pages(self) -> int:
+        """All pages of the pool."""
+        return self._allocator.num_pages
+
+    @property
+    def num_available(self) -> int:
+        """Pages that :meth:`allocate` could give now: free ones and evictable ones."""
+        return self._allocator.num_free + self._tree.num_evictable
+
+    def probe(self, token_ids: array[int], namespace: bytes) -> tuple[int, int]:
+        """How many pages :meth:`open` would find, and how many of these count as available now. Changes nothing."""
+        key = self._key(token_ids, 0, self._usable(token_ids))
+        return self._tree.probe(key, namespace, self._servable if self.windows else None)
+
+    def path(self, token_ids: array[int], namespace: bytes) -> list[int]:
+        """The prefix that :meth:`open` would find, as a number for each node of the tree it runs through, from the root."""
+        return self._tree.path(self._key(token_ids, 0, self._usable(token_ids)), namespace)
+
+    def open(self, slot: int, name: str, token_ids: array[int], namespace: bytes, expected: int = 0) -> int:
+        """Begins an empty row with the longest cached prefix, locked, leaving at least one token to compute.
+
+        Args:
+            slot: The row.
+            name: What to call its owner in errors.
+            token_ids: All known tokens of the sequence.
+            namespace: Within which to look.
+            expected: Tokens that it is expected to have in the end; where there are windows.
+
+        Returns:
+            The number of tokens found.
+        """
+        match, found = self._match(self._key(token_ids, 0, self._usable(token_ids)), namespace)
+        self._tree.lock(match.node)
+        self._allocator.name(slot, f"request {name}")
+        self._table.append(slot, match.pages)
+        for window in self.windows:
+            window.open(slot, f"request {name}", match.pages, found, expected)
+        self._rows[slot] = Row(match.node, len(match.pages))
+        if self._below is not None:
+            self._below.open(slot, token_ids[: self._usable(token_ids)], namespace, match.pages)
+        return len(match.pages) * self._page_size
+
+    def continuation(self, slot: int, token_ids: array[int]) -> array[int]:
+        """Tokens that follow those of a row in some cached sequence, whatever request it is from; empty if there are none."""
+        row = self._rows[slot]
+        found: array[int] = array("I")
+        found.frombytes(self._tree.continuation(row.node, token_ids[row.shared * self._page_size :].tobytes()))
+        return found
+
+    def allocate(self, slot: int, count: int) -> bool:
+        """Adds ``count`` pages to a row, evicting if need be; returns False and changes nothing if there are not as many."""
+        if count > self.num_available:
+            return False
+        self._table.append(slot, self._allocate(count, slot))
+        return True
+
+    @property
+    def num_takable(self) -> int:
+        """How many pages :meth:`take` could give now: the longest request finds room beside them, when nothing else runs."""
+        pinned = sum(len(node.pages) for node in self.pins.nodes())
+        most = self._allocator.num_pages - self._table.rows.shape[1] - pinned - len(self.taken)
+        return max(0, min(most, self.num_available)) if self.enabled else 0
+
+    def take(self, count: int) -> PageIds:
+        """Takes pages, as many of ``count`` as there is room for, that are filled from elsewhere: a transfer's, until
+        :meth:`adopt` or :meth:`give_back`."""
+        pages = self._allocate(min(count, self.num_takable), TRANSFER)
+        self.taken.update(pages.tolist())
+        return pages
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Frees pages that were taken; nobody writes to them any more."""
+        self._allocator.free(pages, TRANSFER)
+        self.taken.difference_update(pages)
+
+    def adopt(self, prompt: Prompt, filled: Callable[[int], int | None]) -> int:
+        """Shares pages that were taken and filled; as :class:`~sapwood_worker.core.cache.transfer.reads.DeviceRoom`."""
+        match = self._tree.match(self._key(prompt.token_ids, 0, len(prompt.token_ids)), prompt.namespace)
+        pages: list[int] = []
+        while (page := filled(len(match.pages) + len(pages))) is not None:
+            pages.append(page)
+        start, end = len(match.pages), len(match.pages) + len(pages)
+        if pages:
+            new, size = np.array(pages, np.int32), self._page_size
+            self._tree.insert(match.node, self._key(prompt.token_ids, start * size, end * size), new)
+            self._allocator.move(new, TRANSFER, CACHE)
+            self.taken.difference_update(pages)
+            if self._below is not None:
+                self._below.adopted(prompt.pages[start:end], new)
+        return end
+
+    def _allocate(self, count: int, owner: int) -> PageIds:
+        """Takes pages, of which there are as many, for an owner; evicts if need be."""
+        missing = count - self._allocator.num_free
+        if missing > 0:
+            pages = self._tree.evict(missing)
+            if self._below is not None:
+                self._below.evicted(pages)
+            self._drop(pages)
+        return self._allocator.allocate(count, owner)
+
+    def load(self, slot: int) -> int:
+        """Has the first pages of a row's own filled from the tiers below, before the coming step computes.
+
+        Called once, after :meth:`open` and :meth:`allocate`. Until the next commit, which follows the step, the transfer
+        owns the pages.
+
+        Returns:
+            The number of tokens that these pages hold.
+        """
+        if self._below is None:
+            return 0
+        row = self._rows[slot]
+        count = self._below.kept(slot)
+        if count:
+            loading = self._table.pages(slot, row.shared)[:count].copy()
+            row.windows = tuple(each.begin_load(slot, row.shared, row.shared + count) for each in self.windows)
+            self._below.load(slot, loading, row.windows)
+            self._allocator.move(loading, slot, TRANSFER)
+            row.loading = self._allocator.handle(loading)
+        return count * self._page_size
+
+    def extend(self, slot: int, tokens: int, computed: int, *, share: bool = False) -> int:
+        """Gives a row pages of the windows for its first ``tokens`` tokens, of which ``computed`` are; returns for how many it
+        has some.
+
+        Args:
+            slot: The row.
+            tokens: How many it is to have pages for.
+            computed: How many of these no step computes any more; what none after them sees is freed.
+            share: Whether it leaves what other rows are expected to need.
+        """
+        reached = sys.maxsize
+        for window in self.windows:
+            window.slide(slot, computed)
+            reached = min(reached, window.extend(slot, tokens, window.outstanding(slot) if share else 0))
+        return reached
+
+    def reach(self, slot: int) -> int:
+        """Tokens that a row has pages of the windows for."""
+        return min((window.tokens(slot) for window in self.windows), default=sys.maxsize)
+
+    def pages_of(
+        self, rows: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], Written]:
+        """The pages of some rows up to entries ``last``, one table's beside the other's, and handles of the last ones.
+
+        The pages are a copy, int32 [rows, tables * most pages]; entries beyond a row's last page are undefined.
+        """
+        width = int(last.max()) + 1 if len(last) else 0
+        parts = [table[rows, :width] for table in self._tables]
+        at = np.arange(len(rows)), last
+        written = tuple([ledger.handle(part[at]) for ledger, part in zip(self._ledgers, parts, strict=True)])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), written
+
+    def confirm(self, written: Written) -> None:
+        """Checks that the pages are still those that they were; raises LedgerError if not."""
+        for ledger, handle in zip(self._ledgers, written, strict=True):
+            ledger.confirm(handle)
+
+    def commit(self, slot: int, token_ids: array[int], computed: int) -> None:
+        """Shares the full pages of a row's first ``computed`` tokens, whose KV must be in place.
+
+        Where the tree has a page already, the row takes the tree's and frees its own.
+        """
+        row = self._rows[slot]
+        self._arrived(slot, row)
+        start, end = row.shared, computed // self._page_size
+        if not self.enabled or end <= start:
+            for window in self.windows:
+                window.slide(slot, computed)
+            return
+        own = self._table.pages(slot, start)[: end - start].copy()
+        cached = self._tree.insert(row.node, self._key(token_ids, start * self._page_size, computed), own)
+        taken = cached.pages == own
+        self._allocator.move(own[taken], slot, CACHE)
+        if not taken.all():
+            self._table.replace(slot, start, cached.pages)
+            self._allocator.free(own[~taken], slot)
+        for window in self.windows:
+            window.commit(slot, start, cached.pages)
+        if self._below is not None:
+            self._below.cached(slot, token_ids, start, cached.pages, own[taken])
+        for window in self.windows:
+            window.slide(slot, computed)
+        self._tree.lock(cached.node)
+        self._tree.unlock(row.node)
+        row.node, row.shared = cached.node, end
+        self._balance(slot)
+
+    def close(self, slot: int) -> None:
+        """Ends a row: unlocks its prefix and frees the pages that are its own."""
+        row = self._rows.pop(slot)
+        self._arrived(slot, row)
+        if self._below is not None:
+            self._below.close(slot)
+        for window in self.windows:
+            window.close(slot)
+        self._tree.unlock(row.node)
+        self._allocator.free(self._table.pages(slot, row.shared), slot)
+        self._allocator.ended(slot)
+        self._balance(slot)
+
+    def pin(self, name: str, token_ids: array[int], namespace: bytes, most: int, until: float | None) -> int:
+        """Locks what is cached of a prefix; a pin of the same name is replaced.
+
+        Args:
+            name: The pin's.
+            token_ids: The prefix.
+            namespace: Within which to look.
+            most: Pages that may be pinned in all.
+            until: When it is taken back; None: never.
+
+        Returns:
+            The number of tokens pinned, in whole pages.
+
+        Raises:
+            ResourceExhaustedError: As :meth:`Pins.add`.
+        """
+        match, _ = self._match(self._key(token_ids, 0, len(token_ids)), namespace)
+        self.pins.add(name, match, most - len(self.taken), until)
+        return len(match.pages) * self._page_size
+
+    def flush(self, *, keep: bool = False) -> int:
+        """Forgets everything that no running request and no pin holds; returns the number of pages freed.
+
+        Args:
+            keep: Whether the tiers below may take the content, as when room is made.
+        """
+        pages = self._tree.evict(self._tree.num_evictable, reset=True)
+        if self._below is not None:
+            (self._below.evicted if keep else self._below.dropped)(pages)
+        self._drop(pages)
+        return len(pages)
+
+    def check_idle(self) -> None:
+        """Checks that nothing is held while no row is open; vectorised, O(pages).
+
+        Raises:
+            AssertionError: A page leaked or a lock was left behind; the message names the requests.
+        """
+        check_idle(self._allocator, self._tree, self.pins, self._rows, self.windows, len(self.taken))
+
+    def check(self) -> None:
+        """Compares tree, ledger and rows page by page; for tests.
+
+        Raises:
+            AssertionError: They disagree.
+        """
+        check_pages(self._allocator, self._table, self._tree, self.pins, self._rows, self.windows, list(self.taken))
+
+    def _balance(self, slot: int) -> None:
+        """Compares, after a change of a row, how much is locked and cached with what should be. O(1).
+
+        Raises:
+            LedgerError: This row has just lost a lock or a page.
+        """
+        locks = len(self._rows) + len(self.pins)
+        if self._tree.num_locks != locks:
+            name = self._allocator.name_of(slot)
+            raise LedgerError(f"{name}: {self._tree.num_locks} locks where rows and pins have {locks}")
+        if self._allocator.num_held(CACHE) != self._tree.num_pages:
+            raise LedgerError(f"{self._allocator.name_of(slot)}: the tree's pages are not those that the cache has")
+
+    def _arrived(self, slot: int, row: Row) -> None:
+        if row.loading is not None and self._below is not None:
+            self._allocator.confirm(row.loading)
+            self._allocator.move(row.loading.pages, TRANSFER, slot)
+            for window, pages in zip(self.windows, row.windows, strict=True):
+                window.loaded(slot, pages)
+            row.loading, row.windows = None, ()
+            self._below.loaded(slot)
+
+    def _match(self, key: bytes, namespace: bytes) -> tuple[Match, int]:
+        """The longest prefix that all layers can serve, and how many pages the tree has of the key."""
+        match = self._tree.match(key, namespace)
+        found = len(match.pages)
+        if self.windows and (usable := self._servable(match.pages)) < found:
+            match = self._tree.match(key[: usable * self._page_size * TOKEN_BYTES], namespace)
+        return match, found
+
+    def _servable(self, pages: PageIds) -> int:
+        """How many pages of a prefix in the tree can be used: as many as every window has its pages for."""
+        count = len(pages)
+        while any((fewer := window.usable(pages[:count])) < count for window in self.windows):
+            count = fewer
+        return count
+
+    def _drop(self, pages: PageIds) -> None:
+        """Frees pages that have left the tree, and what lies beside them."""
+        for window in self.windows:
+            window.evicted(pages)
+        self._allocator.free(pages, CACHE)
+
+    def _unkept(self, pages: PageIds) -> None:
+        """Says that pages of the tree lose what lies beside them in a window."""
+        if self._below is not None:
+            self._below.dropped(pages)
+
+    def _usable(self, token_ids: array[int]) -> int:
+        """Tokens that may come from the cache: the last one is computed again, for its logits."""
+        return len(token_ids) - 1 if self.enabled else 0
+
+    def _key(self, token_ids: array[int], start: int, end: int) -> bytes:
+        """The whole pages of ``token_ids[start:end]``; ``start`` is a multiple of the page."""
+        return token_ids[start : end // self._page_size * self._page_size].tobytes()

@@ -1,0 +1,419 @@
+"""The radix tree of cached prefixes, its nodes, and what a match finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood_common.contract.page_hash import HASH_BYTES, hash_run, lora_of
+from sapwood_worker.core.cache.eviction import POLICIES, EvictionName, EvictionQueue
+from sapwood_worker.core.cache.page_key import KvEventLog
+from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+PageIds = npt.NDArray[np.int32]
+
+TOKEN_BYTES = 4
+"""Bytes of a token id in a key, which is a sequence of native uint32."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of pages below its parent's.
+
+    Attributes:
+        key: The token ids of its pages; of a root, its namespace.
+        pages: int32, its page ids.
+        hashes: The chained hashes of its pages, 16 bytes each.
+        parent: None for a root and for a node that has been evicted.
+        children: By the bytes of their first page.
+        locks: Locks on it and on everything below it.
+        created: When it was cached, by the tree's tick.
+        used: When it was last matched or cached, by the tree's tick.
+        hits: How often it was matched.
+        queued: Whether the eviction queue has an entry for it.
+    """
+
+    key: bytes
+    pages: PageIds
+    hashes: bytes
+    parent: Node | None
+    children: dict[bytes, Node] = field(default_factory=dict)
+    locks: int = 0
+    created: int = 0
+    used: int = 0
+    hits: int = 0
+    queued: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cached prefix: its last node (a root if there is none) and its pages, int32, from the start."""
+
+    node: Node
+    pages: PageIds
+
+
+def is_free_leaf(node: Node) -> bool:
+    """Whether eviction may take the node."""
+    return node.parent is not None and not node.children and not node.locks
+
+
+def root_of(node: Node) -> Node:
+    """The root above a node, whose key is the namespace."""
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
+# The radix tree of cached prefixes, over pages of token ids.
+#
+# Algorithm: each edge is a run of whole pages (as in SGLang's RadixAttention; a PATRICIA tree with pages as letters); a
+# child is found by the bytes of its first page. A node that a running request relies on is locked, and so are all above
+# it. Only unlocked leaves are evicted, from their end, so what is left of a cached sequence is always a prefix of it.
+#
+# Complexity, for a sequence of n pages: match and insert compare O(n) bytes (in C, a run at a time), lock and unlock
+# take O(depth), eviction takes O(log leaves) for each node. Only eviction depends on how much is cached. Bound: at most
+# one node for each page.
+#
+# The tree holds full pages only. Namespaces (a tenant's salt, a LoRA) share nothing.
+
+
+_MOST_CHILDREN = 64
+"""Children of a node among which a part of a page is looked for."""
+
+_NONE: PageIds = np.empty(0, dtype=np.int32)
+
+
+class RadixTree:
+    """Cached prefixes and their pages. Knows nothing of who owns a page outside of it.
+
+    Args:
+        page_size: Tokens in a page.
+        eviction: Which leaf is evicted first.
+        events: Records what is stored and removed; None: nothing is recorded.
+        alone: Whether there are no tiers below, so that an empty tree means an empty cache.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        eviction: EvictionName = "lru",
+        events: KvEventLog | None = None,
+        *,
+        alone: bool = True,
+    ) -> None:
+        self._events = events
+        self._alone = alone
+        self._stride = page_size * TOKEN_BYTES
+        self._roots: dict[bytes, Node] = {}
+        self._tick = 0
+        self.num_locks = 0
+        """Locks taken and not released."""
+        self._pages = 0
+        self._evictable = 0
+        self._queue: EvictionQueue[Node] = EvictionQueue(POLICIES[eviction], is_free_leaf)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the tree."""
+        return self._pages
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that no lock protects."""
+        return self._evictable
+
+    def match(self, key: bytes, namespace: bytes = b"") -> Match:
+        """The longest cached prefix of ``key``; trailing bytes short of a page are ignored.
+
+        Marks the prefix as used and splits a node of which only the first part matches; what is cached stays the same.
+        The pages stay valid until the next eviction: lock the node to keep them.
+        """
+        self._tick += 1
+        return self._walk(self._root(namespace), key, hit=True)
+
+    def probe(
+        self, key: bytes, namespace: bytes = b"", usable: Callable[[PageIds], int] | None = None
+    ) -> tuple[int, int]:
+        """How many pages :meth:`match` would find, and how many of these no lock protects; changes nothing.
+
+        Args:
+            key, namespace: As for :meth:`match`.
+            usable: Says of a prefix's pages how many can be used: the answer is about these; None: all.
+        """
+        node = self._roots.get(namespace)
+        found = unlocked = 0
+        runs: list[tuple[PageIds, int]] = []
+        while node is not None:
+            offset = found * self._stride
+            child = node.children.get(key[offset : offset + self._stride])
+            if child is None:
+                break
+            common = self._common(child.key, key, offset)
+            found += common // self._stride
+            unlocked += 0 if child.locks else common // self._stride
+            if usable is not None:
+                runs.append((child.pages[: common // self._stride], child.locks))
+            node = child if common == len(child.key) else None
+        if usable is None or not runs:
+            return found, unlocked
+        found = left = usable(np.concatenate([pages for pages, _ in runs]))
+        unlocked = 0
+        for pages, locks in runs:
+            unlocked += 0 if locks else max(0, min(left, len(pages)))
+            left -= len(pages)
+        return found, unlocked
+
+    def path(self, key: bytes, namespace: bytes = b"") -> list[int]:
+        """A number for each node that :meth:`match` would run through, from the root, which comes first; changes nothing.
+
+        The paths of two keys begin with the same numbers while the keys run through the same nodes. Valid until the tree changes.
+        """
+        node = self._roots.get(namespace)
+        numbers: list[int] = []
+        offset = 0
+        while node is not None:
+            numbers.append(id(node))
+            child = node.children.get(key[offset : offset + self._stride])
+            if child is None:
+                break
+            common = self._common(child.key, key, offset)
+            offset += common
+            if common < len(child.key):
+                numbers.append(id(child))
+                break
+            node = child
+        return numbers
+
+    def continuation(self, below: Node, key: bytes) -> bytes:
+        """The tokens that follow ``key`` in a cached sequence that begins with it below a node; changes nothing.
+
+        Of several such sequences it takes the one that was cached last. ``key`` may end with a part of a page.
+
+        Returns:
+            Token ids to the end of a node; empty if there is none.
+        """
+        offset, stride = 0, self._stride
+        while len(key) - offset >= stride:
+            child = below.children.get(key[offset : offset + stride])
+            if child is None:
+                return b""
+            if len(child.key) > len(key) - offset:
+                return child.key[len(key) - offset :] if child.key.startswith(key[offset:]) else b""
+            if not key.startswith(child.key, offset):
+                return b""
+            offset += len(child.key)
+            below = child
+        rest = key[offset:]
+        for first, child in islice(reversed(below.children.items()), _MOST_CHILDREN):
+            if first.startswith(rest):
+                return child.key[len(rest) :]
+        return b""
+
+    def insert(self, below: Node, key: bytes, pages: PageIds) -> Match:
+        """Caches whole pages as the continuation of a cached prefix.
+
+        Args:
+            below: The prefix's last node, from :meth:`match` or an earlier insertion, and locked since.
+            key: The continuation's token ids, a multiple of the page.
+            pages: Their pages. The tree takes those it does not have yet.
+
+        Returns:
+            The continuation's last node and its pages as cached now. Where a page differs from that in ``pages``, the tree
+            already had one with these tokens; the caller then keeps its own page, a second copy of the same KV.
+        """
+        assert len(key) == len(pages) * self._stride
+        self._tick += 1
+        known = self._walk(below, key, hit=False)
+        count = len(known.pages)
+        if count == len(pages):
+            return known
+        rest = key[count * self._stride :]
+        leaf = self._leaf(known.node, rest, pages[count:].copy())
+        self._pages += len(leaf.pages)
+        self._evictable += len(leaf.pages)
+        self._queue.offer(leaf)
+        return Match(leaf, np.concatenate((known.pages, leaf.pages)))
+
+    def lock(self, node: Node) -> None:
+        """Protects a node and all above it from eviction; locks count."""
+        self.num_locks += 1
+        at: Node | None = node
+        while at is not None:
+            if at.locks == 0:
+                self._evictable -= len(at.pages)
+            at.locks += 1
+            at = at.parent
+
+    def unlock(self, node: Node) -> None:
+        """Takes one lock back."""
+        self.num_locks -= 1
+        at: Node | None = node
+        while at is not None:
+            assert at.locks > 0, "unlocked more often than locked"
+            parent = at.parent
+            at.locks -= 1
+            if at.locks == 0:
+                self._evictable += len(at.pages)
+                self._offer(at)
+            at = parent
+
+    def evict(self, count: int, *, reset: bool = False) -> PageIds:
+        """Takes the last ``count`` pages out of the lowest-ranked unlocked leaves, or as many as there are.
+
+        Args:
+            count: How many.
+            reset: Whether this is part of a reset, after which the event is AllBlocksCleared if nothing is left.
+
+        Returns:
+            The pages taken out, int32.
+        """
+        freed: list[PageIds] = []
+        removed: list[bytes] = []
+        while count > 0 and (node := self._queue.pop()) is not None:
+            keep = max(0, len(node.pages) - count)
+            freed.append(node.pages[keep:])
+            removed.append(node.hashes[keep * HASH_BYTES :])
+            count -= len(node.pages) - keep
+            parent = node.parent
+            assert parent is not None
+            if keep:
+                node.pages, node.key = node.pages[:keep], node.key[: keep * self._stride]
+                node.hashes = node.hashes[: keep * HASH_BYTES]
+                self._queue.offer(node)
+            else:
+                del parent.children[node.key[: self._stride]]
+                node.parent = None
+                self._offer(parent)
+        pages = np.concatenate(freed) if freed else _NONE
+        self._pages -= len(pages)
+        self._evictable -= len(pages)
+        if self._events is not None and removed:
+            cleared = reset and not self._pages and self._alone
+            self._events.add(AllBlocksCleared() if cleared else BlockRemoved(b"".join(removed)))
+        return pages
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self, ends: Mapping[Node, int]) -> PageIds:
+        """Compares locks and counters with the tree; O(nodes).
+
+        Args:
+            ends: How many locks were taken, and not taken back, at each node.
+
+        Returns:
+            All pages in the tree, in no order.
+
+        Raises:
+            AssertionError: They disagree.
+        """
+        total = evictable = found = 0
+        pages = [_NONE]
+        for root in self._roots.values():
+            assert root.locks == sum(child.locks for child in root.children.values()) + ends.get(root, 0)
+            found += root in ends
+        for node in self.nodes():
+            assert node.parent is not None and node.parent.children[node.key[: self._stride]] is node
+            count = len(node.pages)
+            assert len(node.key) == count * self._stride > 0
+            assert len(node.hashes) == count * HASH_BYTES
+            locks = 0
+            for child in node.children.values():
+                locks += child.locks
+            if node in ends:
+                locks += ends[node]
+                found += 1
+            assert node.locks == locks, "locks are not balanced"
+            assert locks or node.children or node.queued, "an unlocked leaf that eviction cannot find"
+            total += count
+            if not locks:
+                evictable += count
+            pages.append(node.pages)
+        assert found == len(ends), "what is locked is not in the tree"
+        assert (total, evictable) == (self._pages, self._evictable), "the counters are wrong"
+        return np.concatenate(pages)
+
+    def _root(self, namespace: bytes) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(namespace, _NONE, b"", None)
+        return root
+
+    def _leaf(self, parent: Node, key: bytes, pages: PageIds) -> Node:
+        """A new leaf below ``parent``, announced."""
+        below = parent.hashes[-HASH_BYTES:]
+        hashes = b"".join(hash_run(below or parent.key, key, self._stride))
+        leaf = Node(key, pages, hashes, parent, created=self._tick, used=self._tick)
+        parent.children[key[: self._stride]] = leaf
+        if self._events is not None:
+            self._events.add(BlockStored(hashes, below, key, lora=lora_of(root_of(parent).key)))
+        return leaf
+
+    def _walk(self, node: Node, key: bytes, *, hit: bool) -> Match:
+        """Follows ``key`` down from ``node``, splitting where it ends inside a run; the pages are those below ``node``."""
+        offset = 0
+        pages: list[PageIds] = []
+        while (child := node.children.get(key[offset : offset + self._stride])) is not None:
+            common = self._common(child.key, key, offset)
+            if common < len(child.key):
+                child = self._split(child, common)
+            child.used = self._tick
+            child.hits += hit
+            pages.append(child.pages)
+            offset += common
+            node = child
+        return Match(node, np.concatenate(pages) if pages else _NONE)
+
+    def _common(self, run: bytes, key: bytes, offset: int) -> int:
+        """Length in bytes of what a run and the key from ``offset`` share, in whole pages; their first page is equal."""
+        if key.startswith(run, offset):
+            return len(run)
+        # Binary search: a longer prefix matches only if every shorter one does.
+        low, high = 1, min(len(run), len(key) - offset) // self._stride
+        while low < high:
+            middle = (low + high + 1) // 2
+            if key.startswith(run[: middle * self._stride], offset):
+                low = middle
+            else:
+                high = middle - 1
+        return low * self._stride
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Puts the first ``at`` bytes of a node's run into a new parent; returns that.
+
+        The node itself keeps the end of its run, so it still is the end of every prefix that it was the end of.
+        """
+        assert node.parent is not None and 0 < at < len(node.key)
+        count = at // self._stride
+        upper = Node(
+            node.key[:at],
+            node.pages[:count],
+            node.hashes[: count * HASH_BYTES],
+            node.parent,
+            locks=node.locks,
+            created=node.created,
+            used=node.used,
+            hits=node.hits,
+        )
+        node.parent.children[upper.key[: self._stride]] = upper
+        node.key, node.pages, node.hashes = node.key[at:], node.pages[count:], node.hashes[count * HASH_BYTES :]
+        node.parent = upper
+        upper.children[node.key[: self._stride]] = node
+        return upper
+
+    def _offer(self, node: Node) -> None:
+        """Lets eviction know of a node that may have become an unlocked leaf; forgets an empty root."""
+        if is_free_leaf(node):
+            self._queue.offer(node)
+        elif node.parent is None and not node.children and not node.locks and self._roots.get(node.key) is node:
+            del self._roots[node.key]

@@ -1,0 +1,362 @@
+"""The source's side of hand-offs: which prompts are offered, and whose pages are kept for whom until when.
+
+States of a transfer::
+
+    OFFERED --a page in host memory,-> ANNOUNCED --computed, and all pages there--> LEASED --all were read--> READ
+       |                                 |  ^more pages, renewed^                     |  ^renewed^              |  ^renewed^
+       '--aborted--> (gone)              '--aborted, late--> (gone)                   '--released, late, or-----'----> (gone)
+                                                                                           aborted
+
+A prompt is offered with its first chunk, and its pages are announced as they come, so that they are read while the rest is
+computed. Pages of a long chunk are announced when it begins, so that they are read layer by layer (``wire.py``). A prompt of
+one short chunk goes from OFFERED to LEASED. An announced lease that nobody renews ends like any other; the next pages begin a
+new one.
+
+A lease pins its pages, so that nothing evicts them. Pins are bounded: where pages find no room, leases of which all was read give
+theirs back, oldest first. Such pages stay readable until somebody else needs the room; a page's epoch tells.
+
+Whoever passed a lease's ticket on renews the lease while the request may still need it; else it ends ``lease_seconds`` later. All
+is single-threaded but :meth:`HandoffLeases.readable`, which the threads that serve reads call before and after they read a page.
+
+Complexity: O(pages) an offer, O(leases) a poll, O(offers) the tickets.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from sapwood_worker.core.cache.host import HostPage, HostPages, count_pins
+from sapwood_worker.core.cache.page_key import PageChain, PageKey
+from sapwood_worker.core.cache.storage.record import header_of
+from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.records.handoff import HandoffTicket
+
+LEASE_SECONDS = 1.5
+"""An idle scheduler looks at leases every half second, so that pages are free within two seconds of the last renewal."""
+_OFFER_SECONDS = 1.0
+"""Copies to the host's memory take milliseconds; an offer that still waits for one after so long goes without."""
+
+
+@dataclass(slots=True)
+class LeaseCounters:
+    """What has happened since the start.
+
+    Attributes:
+        tickets: Tickets given.
+        pages: Pages they named.
+        renewals: Leases begun anew.
+        expired: Leases that ended because nobody renewed them.
+        unpinned: Leases whose pins were taken for another.
+    """
+
+    tickets: int = 0
+    pages: int = 0
+    renewals: int = 0
+    expired: int = 0
+    unpinned: int = 0
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A prompt whose pages are being computed or copied to the host; ``until``: when copies are given up, once it is computed."""
+
+    keys: list[PageKey]
+    until: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A ticket that was given.
+
+    Attributes:
+        serial: The request.
+        ticket: The ticket, of all pages so far.
+        keys: Its pages' keys.
+        until: When it ends, unless it is renewed.
+        entries: Its pages. They are in place when they are ready, and lost when their epoch is another.
+        pinned: Those of them that are pinned.
+        unread: Places in the ticket that were not read yet. Reading threads take from it.
+    """
+
+    serial: int
+    ticket: HandoffTicket
+    keys: list[PageKey]
+    until: float
+    entries: list[HostPage]
+    pinned: list[HostPage]
+    unread: set[int] = field(default_factory=set)
+
+
+class HandoffLeases:
+    """The ledger of a worker that hands prompts off.
+
+    Args:
+        host: The second tier, in which pages are kept.
+        page_size: Tokens in a page.
+        fingerprint: What pages hold besides tokens.
+        epoch: This process's epoch.
+        source: Where pages are read, as tickets say it.
+        share: The most of the host pages that leases pin.
+        clock: Seconds, monotonic.
+        lease_seconds: How long a lease lasts.
+        in_parts: Where a step computes so many pages of a prompt, they are announced when it is planned, to be read layer by
+            layer; 0: never.
+
+    Attributes:
+        counters: What has happened so far.
+        epoch, in_parts: The arguments.
+    """
+
+    def __init__(
+        self,
+        host: HostPages,
+        page_size: int,
+        fingerprint: bytes,
+        epoch: int,
+        source: str,
+        share: float,
+        clock: Callable[[], float],
+        lease_seconds: float = LEASE_SECONDS,
+        *,
+        in_parts: int = 0,
+    ) -> None:
+        self.in_parts = in_parts
+        self.counters = LeaseCounters()
+        self.epoch = epoch
+        self._host = host
+        self._page_size = page_size
+        self._fingerprint = fingerprint
+        self._source = source
+        self._limit = int(share * host.num_pages)
+        self._clock = clock
+        self._seconds = lease_seconds
+        self._offers: dict[int, _Offer] = {}
+        self._leases: dict[bytes, Lease] = {}
+        self._by_serial: dict[int, Lease] = {}
+
+    @property
+    def offering(self) -> bool:
+        """Whether an offer that has been computed waits for its pages."""
+        return any(offer.until is not None for offer in self._offers.values())
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages that leases pin; one counts for each lease that pins it."""
+        return sum(len(lease.pinned) for lease in self._leases.values())
+
+    @property
+    def num_leases(self) -> int:
+        """Tickets that are good now."""
+        return len(self._leases)
+
+    def offer(self, serial: int, prompt: array[int], namespace: bytes) -> None:
+        """Offers the whole pages of a prompt that is being computed; :meth:`poll` tells of them as they come. May be repeated.
+
+        Args:
+            serial: The request.
+            prompt: Its tokens.
+            namespace: The cache namespace that it is computed in.
+        """
+        if serial not in self._offers:
+            chain = PageChain(namespace, self._page_size)
+            chain.extend(prompt, len(prompt))
+            self.offer_pages(serial, chain.keys)
+
+    def offer_pages(self, serial: int, keys: list[PageKey]) -> None:
+        """Offers as :meth:`offer` does, for a caller that knows the keys of the pages."""
+        if serial not in self._offers:
+            self._offers[serial] = _Offer(keys)
+
+    def computed(self, serial: int) -> None:
+        """All of an offered prompt has been computed; :meth:`poll` answers with the ticket."""
+        self._offers[serial].until = self._clock() + _OFFER_SECONDS
+
+    def withdraw(self, serial: int) -> None:
+        """Takes an offer back if it has not been computed, since its request has ended."""
+        if (offer := self._offers.get(serial)) is not None and offer.until is None:
+            self.cancel(serial)
+
+    def cancel(self, serial: int) -> bool:
+        """Takes an offer back, since its request was aborted; returns whether it had no ticket yet.
+
+        An abort that meets the ticket on its way says that the ticket reaches nobody: its lease ends, too.
+        """
+        if (lease := self._by_serial.get(serial)) is not None:
+            self._end(lease)
+        return self._offers.pop(serial, None) is not None
+
+    def poll(self) -> list[tuple[int, HandoffTicket, bool]]:
+        """Ends the leases whose time is over, and returns as :meth:`tickets`. To be called when all renewals that have come were
+        taken."""
+        now = self._clock()
+        for lease in [each for each in self._leases.values() if each.until <= now]:
+            self.counters.expired += 1
+            self._end(lease)
+        return self.tickets()
+
+    def tickets(self) -> list[tuple[int, HandoffTicket, bool]]:
+        """What there is to be told of.
+
+        Returns:
+            Requests, tickets, and whether each is complete: it names all pages that there are, and no other follows. Else it
+            names those that have come since the last one.
+        """
+        now = self._clock()
+        given = []
+        for serial, offer in tuple(self._offers.items()):
+            known = len(self._by_serial[serial].keys) if serial in self._by_serial else 0
+            found = self._host.expected(islice(offer.keys, known, None))
+            end = known + len(found)
+            if offer.until is None:
+                kept = found[: self._room(len(found))] if found else []
+                if kept:
+                    given.append((serial, _since(self._extend(serial, kept, now).ticket, known), False))
+            elif end == len(offer.keys) or not self._host.has(offer.keys[end]) or now >= offer.until:
+                del self._offers[serial]
+                self.counters.tickets += 1
+                given.append((serial, self._extend(serial, found[: self._room(len(found))], now).ticket, True))
+        return given
+
+    def renew(self, transfer_ids: Iterable[bytes]) -> None:
+        """Begins leases anew; what is not leased any more stays so."""
+        until = self._clock() + self._seconds
+        for transfer_id in transfer_ids:
+            if (lease := self._leases.get(transfer_id)) is not None:
+                lease.until = until
+                self.counters.renewals += 1
+
+    def release(self, transfer_ids: Iterable[bytes]) -> None:
+        """Ends leases that nobody needs any more."""
+        for transfer_id in transfer_ids:
+            if (lease := self._leases.get(transfer_id)) is not None:
+                self._end(lease)
+
+    def lost(self, entries: Iterable[HostPage]) -> list[bytes]:
+        """Ends the leases of pages whose content does not come; returns their transfers' ids."""
+        gone = set(map(id, entries))
+        ended = [
+            lease
+            for lease in self._leases.values()
+            if any(id(entry) in gone for entry in lease.entries if not entry.ready)
+        ]
+        for lease in ended:
+            self._end(lease)
+        return [lease.ticket.transfer_id for lease in ended]
+
+    def find(self, transfer_id: bytes, epoch: int) -> Lease | None:
+        """The lease of a ticket, if it is good now. May be called from any thread."""
+        return self._leases.get(transfer_id) if epoch == self.epoch else None
+
+    def readable(self, lease: Lease, index: int) -> bool:
+        """Whether the ``index``-th page of a ticket is what the ticket says. What was read is good only if this is still so
+        afterwards. May be called from any thread: a page's epoch goes up before anything is written to it for another."""
+        page, epoch = lease.ticket.places[index]
+        return self._leases.get(lease.ticket.transfer_id) is lease and self._host.epoch_of(page) == epoch
+
+    def was_read(self, lease: Lease, index: int) -> None:
+        """Notes that somebody has the ``index``-th page of a ticket. May be called from any thread."""
+        lease.unread.discard(index)
+
+    def pins(self) -> dict[int, int]:
+        """How often each host page is pinned. For tests."""
+        return count_pins(lease.pinned for lease in self._leases.values())
+
+    def _room(self, wanted: int) -> int:
+        """How many more pages may be pinned; leases of which all was read make room for as many as are wanted."""
+        pinned = self.num_pinned
+        for lease in self._leases.values():  # the oldest first
+            if pinned + wanted <= self._limit:
+                break
+            if lease.pinned and not lease.unread:
+                pinned -= len(lease.pinned)
+                self._unpin(lease)
+                self.counters.unpinned += 1
+        return max(0, self._limit - pinned)
+
+    def _extend(self, serial: int, kept: list[HostPage], now: float) -> Lease:
+        """Adds a prompt's next pages to its lease, which begins anew."""
+        lease = self._by_serial.get(serial)
+        if lease is None:
+            transfer_id = secrets.token_bytes(16)
+            milliseconds = round(self._seconds * 1000)
+            ticket = HandoffTicket(transfer_id, self._source, self.epoch, self._fingerprint, [], [], milliseconds)
+            lease = self._leases[transfer_id] = self._by_serial[serial] = Lease(serial, ticket, [], now, [], [])
+        lease.until = now + self._seconds
+        self._host.touch(kept)
+        self._host.pin(kept)
+        lease.pinned += kept
+        lease.entries += kept
+        lease.unread.update(range(len(lease.keys), len(lease.keys) + len(kept)))
+        lease.ticket.page_hashes.extend(entry.key.hash for entry in kept)
+        lease.ticket.places.extend((entry.page, self._host.epoch_of(entry.page)) for entry in kept)
+        lease.keys += [entry.key for entry in kept]  # last: other threads read what it reaches
+        self.counters.pages += len(kept)
+        return lease
+
+    def _end(self, lease: Lease) -> None:
+        del self._leases[lease.ticket.transfer_id], self._by_serial[lease.serial]
+        self._unpin(lease)
+
+    def _unpin(self, lease: Lease) -> None:
+        self._host.unpin(lease.pinned)
+        lease.pinned = []
+
+
+def _since(ticket: HandoffTicket, first: int) -> HandoffTicket:
+    """What a ticket says of the pages from ``first`` on."""
+    return replace(ticket, page_hashes=ticket.page_hashes[first:], places=ticket.places[first:], first_page=first)
+
+
+# What a source of pages answers from: its ledger and its host pages.
+
+
+class PageSource(NamedTuple):
+    """Its parts. All is called from threads of their own.
+
+    Attributes:
+        leases: Which pages may be read.
+        pool: Their memory.
+        namespace: What their headers call the model.
+    """
+
+    leases: HandoffLeases
+    pool: HostPool
+    namespace: str
+
+    def has(self, lease: Lease, index: int, *, on_device: bool = False) -> bool:
+        """Whether all of a ticket's page is there: in the host's memory, or on the device if it is read from there."""
+        return self._readable(lease, index) and self._filled(lease, index, on_device)
+
+    def is_coming(self, lease: Lease, index: int, *, on_device: bool = False) -> bool:
+        """Whether a ticket's page is being computed, or its step's result is not known yet, or it is on its way to where it is
+        read."""
+        return self._readable(lease, index) and not self._filled(lease, index, on_device)
+
+    def record(self, lease: Lease, index: int) -> memoryview:
+        """The record of a ticket's page."""
+        return self.pool.packed(lease.ticket.places[index][0])
+
+    def header(self, record: memoryview, lease: Lease, index: int) -> bytes:
+        """What seals a record's content as it is now."""
+        return header_of(record, lease.keys[index], self.namespace)
+
+    def ends(self, lease: Lease, index: int) -> bool:
+        """A page was read: whether it still is what the ticket says."""
+        still = self.leases.readable(lease, index)
+        if still:
+            self.leases.was_read(lease, index)
+        return still
+
+    def _filled(self, lease: Lease, index: int, on_device: bool) -> bool:
+        entry = lease.entries[index]
+        return entry.ready or (on_device and entry.computed)
+
+    def _readable(self, lease: Lease, index: int) -> bool:
+        return index < len(lease.keys) and self.leases.readable(lease, index)

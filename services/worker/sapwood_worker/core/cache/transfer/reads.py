@@ -1,0 +1,674 @@
+"""The receiving side of KV transfers: reads pages that another worker keeps, into the device's pages or the host's."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sapwood_worker.core.cache.host import Arrival, ArrivalPages, Arrivals, HostPage
+from sapwood_worker.core.cache.page_key import PageKey, PageName
+from sapwood_worker.core.cache.pages import PageIds
+from sapwood_worker.core.cache.storage.backend import Executor
+from sapwood_worker.core.cache.storage.record import verify
+from sapwood_worker.core.cache.transfer.backend import PageMover, PartCount
+from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES, HEADER_BYTES
+from sapwood_worker.records.handoff import HandoffTicket, log_stage
+
+# Pages of the device that another worker's device fills: so a prompt that is handed off within a host does not pass
+# through the host's memory, and is not copied to the device when its request starts.
+#
+# A page is taken from the prefix cache's room (free or evictable), and a transfer owns it until its request may start.
+# Then pages that follow what is cached of the prompt are shared as if they had been computed here, and the others are
+# given back. Nothing is written to a page until all steps that had been launched when it was taken are over, and every
+# copy of what it held has ended.
+#
+# There is no checksum: what moves the bytes is the device. The source says, after they were read, whether its pages
+# still were what the ticket says (``cuda_ipc.py``). Pages that the source's device does not have any more come through
+# memory of the host, and are checked there.
+
+
+logger = logging.getLogger(__name__)
+
+
+_BATCH = 256
+"""A GPU's copy engines carry hundreds of GB/s: what a read takes is its questions and answers."""
+_THROUGH_HOST = 16
+"""Pages at a time that the source's device does not have any more: of these the host's memory holds a copy on the way."""
+
+
+class DeviceRoom(Protocol):
+    """What the device's pages are taken from, and shared in."""
+
+    @property
+    def taken(self) -> Set[int]:
+        """The pages that are taken."""
+        ...
+
+    @property
+    def num_takable(self) -> int:
+        """How many pages could be taken now."""
+        ...
+
+    def take(self, count: int) -> PageIds:
+        """Takes pages, as many of ``count`` as there is room for."""
+        ...
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Frees pages that were taken."""
+        ...
+
+    def adopt(self, prompt: Prompt, filled: Callable[[int], int | None]) -> int:
+        """Shares pages that were taken, and frees those that are there already.
+
+        Args:
+            prompt: Whose they are.
+            filled: The page that was filled with the prompt's page of an index; None: none was.
+
+        Returns:
+            How many pages of the prompt are cached now.
+        """
+        ...
+
+
+class DeviceMover(PageMover, Protocol):
+    """A mover that reads into the device's pages, too."""
+
+    def reaches(self, ticket: HandoffTicket) -> bool:
+        """Whether a ticket's source may have pages on a device that can be read from here, as far as is known."""
+        ...
+
+    def read_to_device(
+        self, ticket: HandoffTicket, indices: Sequence[int], pages: Sequence[int], proofs: Sequence[bytes]
+    ) -> list[bool | None]:
+        """Reads as :meth:`read` does, but into pages of the device. For each page: whether it came with the given proof; None
+        where the source's device does not have it."""
+        ...
+
+    def fill(self, pages: Sequence[int], contents: Sequence[memoryview]) -> None:
+        """Fills pages of the device from the host's memory."""
+        ...
+
+    def barrier(self) -> Callable[[], None]:
+        """A function that returns once everything is over that was launched before now."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Landed(HostPage):
+    """A page that is being filled, or was, with the steps that were launched before."""
+
+    after: int = 0
+    barrier: Callable[[], None] = lambda: None
+
+
+class Prompt(NamedTuple):
+    """A request's tokens that may come from the cache, within which namespace, and their pages."""
+
+    token_ids: array[int]
+    namespace: bytes
+    pages: list[PageName]
+
+
+class LandingDevice(Protocol):
+    """The device's pages, as the tiers know them.
+
+    Attributes:
+        room: What pages are taken from; there before the first is.
+        steps: Returns how many steps were launched, and how many of them have ended.
+    """
+
+    room: DeviceRoom
+    steps: Callable[[], tuple[int, int]]
+
+    def is_storing(self, page: int) -> bool:
+        """Whether what a page holds, or held, is being copied."""
+        ...
+
+
+class Landing:
+    """The ledger of such pages. Single-threaded but for :meth:`read`.
+
+    Args:
+        device: The device's pages.
+        num_pages: How many there are.
+        page_bytes: Bytes of a page's content.
+        fingerprint: What pages hold besides tokens.
+        mover: Reads.
+
+    Attributes:
+        batch, early_reads: As :class:`~sapwood_worker.core.cache.transfer.reads.Ground` has it.
+        num_pages, page_bytes: The arguments.
+        parts: Counts what came of pages before all of their layers were computed.
+    """
+
+    batch, early_reads = _BATCH, 1
+
+    def __init__(
+        self, device: LandingDevice, num_pages: int, page_bytes: int, fingerprint: bytes, mover: DeviceMover
+    ) -> None:
+        self._device = device
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        self.parts = mover.parts
+        self._fingerprint = fingerprint
+        self._mover = mover
+        self._entries: dict[bytes, _Landed] = {}
+        self._prompts: dict[int, Prompt] = {}
+
+    @property
+    def room(self) -> int:
+        """How many pages could be reserved now."""
+        return self._device.room.num_takable
+
+    def reaches(self, ticket: HandoffTicket) -> bool:
+        """As :meth:`DeviceMover.reaches`."""
+        return self._mover.reaches(ticket)
+
+    def expect(self, serial: int, prompt: Prompt) -> None:
+        """Notes which prompt a request has."""
+        self._prompts[serial] = prompt
+
+    def forget(self, serial: int) -> None:
+        """A request has started or ended."""
+        self._prompts.pop(serial, None)
+
+    def released(self, serial: int, wanted: Sequence[PageKey]) -> bool:
+        """A request waits no longer: shares what has come of its prompt; returns whether all that it wanted is cached now."""
+        prompt = self._prompts[serial]
+        keys = [page.key for page in prompt.pages]
+
+        def filled(index: int) -> int | None:
+            entry = self._find(keys[index]) if index < len(keys) else None
+            return None if entry is None else self._entries.pop(entry.key.hash).page
+
+        cached = self._device.room.adopt(prompt, filled)
+        return not wanted or keys.index(wanted[-1]) < cached
+
+    def reserve(self, wanted: Sequence[PageName]) -> list[HostPage]:
+        """As :meth:`HostPages.reserve`."""
+        new = {name.key.hash: name for name in wanted if name.key.hash not in self._entries}
+        pages = self._device.room.take(len(new)).tolist()
+        (launched, _), barrier = self._device.steps(), self._mover.barrier()
+        taken = [_Landed(name, page, after=launched, barrier=barrier) for name, page in zip(new.values(), pages)]  # noqa: B905 - there may be fewer pages
+        self._entries.update((entry.key.hash, entry) for entry in taken)
+        return list(taken)
+
+    def written(self, entries: Sequence[HostPage]) -> None:
+        """As :meth:`HostPages.written`."""
+        for entry in entries:
+            entry.ready = True
+
+    def abandon(self, entries: Sequence[HostPage]) -> None:
+        """As :meth:`HostPages.abandon`."""
+        self._drop(entries)
+
+    def pin(self, entries: Sequence[HostPage]) -> None:
+        """As :meth:`HostPages.pin`."""
+        for entry in entries:
+            entry.pins += 1
+
+    def unpin(self, entries: Sequence[HostPage]) -> None:
+        """Takes one pin back from each; what nobody needs any more is given back, unless it is shared."""
+        for entry in entries:
+            entry.pins -= 1
+        self._drop(entry for entry in entries if not entry.pins and self._entries.get(entry.key.hash) is entry)
+
+    def writable(self, entries: Sequence[HostPage]) -> bool:
+        """Whether nothing that the scheduler knows of uses what these pages held."""
+        _, ended = self._device.steps()
+        return all(self._entry(each).after <= ended and not self._device.is_storing(each.page) for each in entries)
+
+    def read(self, ticket: HandoffTicket, indices: Sequence[int], entries: Sequence[HostPage]) -> list[bool]:
+        """Reads pages of a ticket; returns which are what it says. Called from several threads."""
+        for barrier in {self._entry(each).barrier for each in entries}:
+            barrier()
+        proofs = [entry.key.proof for entry in entries]
+        found = self._mover.read_to_device(ticket, indices, [entry.page for entry in entries], proofs)
+        left = [place for place, there in enumerate(found) if there is None]
+        for start in range(0, len(left), _THROUGH_HOST):
+            self._read_through_host(ticket, indices, entries, left[start : start + _THROUGH_HOST], found)
+        return list(map(bool, found))
+
+    def _read_through_host(
+        self,
+        ticket: HandoffTicket,
+        indices: Sequence[int],
+        entries: Sequence[HostPage],
+        places: Sequence[int],
+        found: list[bool | None],
+    ) -> None:
+        """Reads those at some places of a read by way of the host's memory; sets which are what the ticket says."""
+        records = [memoryview(np.empty(HEADER_BYTES + self.page_bytes, np.uint8).data) for _ in places]
+        read = self._mover.read(ticket, [indices[place] for place in places], records)
+        namespace = self._fingerprint.hex()
+        good = {
+            place: record[HEADER_BYTES:]
+            for place, there, record in zip(places, read, records, strict=True)
+            if there and verify(record, entries[place].key, namespace)
+        }
+        self._mover.fill([entries[place].page for place in good], list(good.values()))
+        for place in places:
+            found[place] = place in good
+
+    def check(self, pins: Mapping[int, int]) -> None:
+        """Compares what is taken with how often each page is pinned; for tests.
+
+        Raises:
+            AssertionError: They disagree.
+        """
+        pages = {entry.page: entry for entry in self._entries.values()}
+        assert len(pages) == len(self._entries), "a page is filled twice"
+        ready = {page: entry.pins for page, entry in pages.items() if entry.ready}
+        assert all(0 < count <= pins.get(page, 0) for page, count in ready.items()), "a page waits for nobody"
+        assert pages.keys() == self._device.room.taken, "a page was taken and is not filled"
+
+    def _find(self, key: PageKey) -> _Landed | None:
+        entry = self._entries.get(key.hash)
+        return entry if entry is not None and entry.ready and entry.key.proof == key.proof else None
+
+    def _entry(self, entry: HostPage) -> _Landed:
+        assert isinstance(entry, _Landed)
+        return entry
+
+    def _drop(self, entries: Iterable[HostPage]) -> None:
+        gone = list(entries)
+        for entry in gone:
+            del self._entries[entry.key.hash]
+        self._device.room.give_back([entry.page for entry in gone])
+
+
+# The receiving side of hand-offs: reads the pages of a ticket that this worker lacks into pages of its own
+# (``tiering.py``, :class:`Landing`) while their request waits; announced pages even before it comes, while the source
+# computes the rest.
+#
+# States of a request with a ticket::
+#
+# (let in) --pages are lacking--> PULLING --all reads have ended------> (starts with what has come; computes the rest) |
+# |-----its patience is over--------^ '--nothing is lacking-----------'-----aborted--> (gone; reads under way end by
+# themselves)
+#
+# Announced pages are pinned until the request comes and goes on with them, or until nothing was heard of them for
+# ``NEWS_SECONDS``. What a read brought is checked, and becomes a page of a tier, or is thrown away. Nothing here
+# blocks: reads run in other threads, and begin when nobody uses the pages that they fill any more.
+
+
+READS = 16
+"""Reads at a time."""
+PATIENCE_SECONDS = 5.0
+"""How long a request waits for its pages. A source that is gone is noticed sooner, by the mover."""
+
+NEWS_SECONDS = 1.5
+"""How long announced pages are pinned after the last announcement: as long as a lease that nobody renews."""
+_MEMORY_SECONDS = 30.0
+"""How long after it a prompt is remembered, of which only the first announcement tells: a chunk may take long to compute."""
+
+
+@dataclass(slots=True)
+class PullCounters:
+    """What has happened since the start.
+
+    Attributes:
+        pages: Pages pulled that passed their check.
+        early: Of these, pages that had come before the request that needed them: while the source computed the rest.
+        stale: Pages that the source no longer had, or that failed their check.
+        failures: Reads that failed: the source was gone or silent.
+        fallbacks: Requests with a ticket that had to compute what the ticket was for, in whole or in part.
+        seconds: Seconds that reads took, summed.
+    """
+
+    pages: int = 0
+    early: int = 0
+    stale: int = 0
+    failures: int = 0
+    fallbacks: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Pull(Arrival):
+    """What a request lacks; ``early``: it is not here yet."""
+
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """One of which pages are announced: its place in the ledger, all of its pages, how many of them the first tier had."""
+
+    serial: int
+    pages: list[PageName]
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    good: list[bool]
+    seconds: float
+
+
+class Ground(ArrivalPages, Protocol):
+    """Where pulled pages go.
+
+    Attributes:
+        batch: Pages of a read.
+        early_reads: Reads of pages that are announced together: each may last as long as the source computes them.
+        page_bytes: Bytes of a page's content.
+        parts: Counts what came of pages before all of their layers were computed.
+    """
+
+    batch: int
+    early_reads: int
+    page_bytes: int
+    parts: PartCount
+
+    def writable(self, entries: Sequence[HostPage]) -> bool:
+        """Whether nothing uses what these pages held before."""
+        ...
+
+    def read(self, ticket: HandoffTicket, indices: Sequence[int], entries: Sequence[HostPage]) -> list[bool]:
+        """Reads pages of a ticket; returns which are what it says. Called from several threads; raises as a mover's."""
+        ...
+
+    def released(self, serial: int, wanted: Sequence[PageKey]) -> bool:
+        """A request waits no longer; returns whether all that it wanted is there."""
+        ...
+
+
+class Pulls:
+    """Pulls under way. Single-threaded but for the reads that its executor runs.
+
+    Args:
+        ground: Where pages go.
+        fingerprint: What this worker's pages hold besides tokens.
+        executor: Where reads run.
+        share: The most of the ground's pages that pulls hold at once.
+        clock: Seconds, monotonic.
+        counters: Others', to be counted in; None: new ones.
+
+    Attributes:
+        counters: What has happened so far.
+        arrivals: The pages that are pulled; its ``settle`` ends a pull.
+        page_bytes: Bytes of a page's content.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        fingerprint: bytes,
+        executor: Executor,
+        share: float,
+        clock: Callable[[], float],
+        counters: PullCounters | None = None,
+    ) -> None:
+        self.counters = counters or PullCounters()
+        self.arrivals: Arrivals[_Pull] = Arrivals(ground, share, clock)
+        self._announced: dict[bytes, _Prompt] = {}
+        self._serials = itertools.count(-1, -1)  # below those of requests
+        self.page_bytes = ground.page_bytes
+        self._ground = ground
+        self._fingerprint = fingerprint
+        self._strangers: set[str] = set()
+        """Sources whose pages are of no use here, as was said."""
+        self._executor = executor
+        self._clock = clock
+        self._due: deque[tuple[_Pull, HandoffTicket, list[int], list[HostPage]]] = deque()
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that came before all layers of their pages were computed."""
+        return self._ground.parts.bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether reads are under way."""
+        return self.arrivals.reading > 0
+
+    def knows(self, ticket: HandoffTicket) -> bool:
+        """Whether pages of this transfer were announced."""
+        return ticket.transfer_id in self._announced
+
+    def announced_pages(self, ticket: HandoffTicket) -> Sequence[PageName]:
+        """All pages of the prompt of which some were announced; none if none were."""
+        prompt = self._announced.get(ticket.transfer_id)
+        return () if prompt is None else prompt.pages
+
+    def pull(self, serial: int, wanted: list[PageName], first: int, ticket: HandoffTicket) -> bool:
+        """Reads pages that a new request lacks; returns whether it is to wait until :meth:`poll` names it.
+
+        Args:
+            serial: The request.
+            wanted: What it lacks, in order.
+            first: Where in its prompt that begins, in pages.
+            ticket: Its ticket.
+        """
+        now, announced = self._clock(), self._announced.pop(ticket.transfer_id, None)
+        if announced is None:
+            pull = _Pull([], now, now)
+            self.arrivals.add(serial, pull)
+        else:
+            pull = self.arrivals.move(announced.serial, serial)
+        pull.early, pull.deadline = False, now + PATIENCE_SECONDS
+        if not self._begin(pull, wanted, first, ticket) and not self.arrivals.is_reading(pull):
+            self.counters.fallbacks += bool(wanted) and not (
+                self._fits(ticket) and 0 < len(ticket.page_hashes) <= first
+            )
+            return False
+        self.arrivals.held.add(serial)
+        return True
+
+    def announced(self, ticket: HandoffTicket, pages: list[PageName], cached: int) -> None:
+        """Reads pages that are lacking for a request which is likely to come.
+
+        Args:
+            ticket: For some of its prompt's pages.
+            pages: All of the prompt's; empty if an earlier call for the same transfer had them.
+            cached: How many of them the first tier has, as far as it was asked.
+        """
+        prompt, now = self._announced.get(ticket.transfer_id), self._clock()
+        if prompt is None and pages:
+            prompt = self._announced[ticket.transfer_id] = _Prompt(next(self._serials), pages, cached)
+            self.arrivals.add(prompt.serial, _Pull([], now, now, early=True))
+        if prompt is not None:
+            pull = self.arrivals[prompt.serial]
+            pull.deadline = now + NEWS_SECONDS
+            first = max(prompt.cached, ticket.first_page)
+            self._begin(pull, prompt.pages[first:], first, ticket)
+
+    def lapse(self) -> None:
+        """Lets go of announced pages of which nothing was heard for long."""
+        now = self._clock()
+        for transfer_id, prompt in tuple(self._announced.items()):
+            pull = self.arrivals[prompt.serial]
+            if now >= pull.deadline:
+                self.arrivals.let_go(pull)
+            if now >= pull.deadline + _MEMORY_SECONDS:
+                del self._announced[transfer_id]
+                self.arrivals.settle(prompt.serial)
+
+    def _begin(self, pull: _Pull, wanted: list[PageName], first: int, ticket: HandoffTicket) -> int:
+        """Begins to read those of ``wanted``, the prompt's pages from the ``first`` on, that a ticket names; returns how many
+        that are."""
+        hashes = ticket.page_hashes[first - ticket.first_page :]
+        count, most = 0, min(len(wanted), len(hashes)) if self._fits(ticket) else 0
+        while count < most and wanted[count].key.hash == hashes[count]:
+            count += 1
+        wanted = wanted[:count]
+        pull.wanted += wanted
+        # Pages that another request is having read are waited for, not read again.
+        entries = self.arrivals.reserve(wanted)
+        index_of = {name.key.hash: first + index for index, name in enumerate(wanted)}
+        each = self._ground.batch
+        if pull.early:
+            each = max(each, min(-(-len(entries) // self._ground.early_reads), ARRIVING_PAGES))
+        for start in range(0, len(entries), each):
+            batch = entries[start : start + each]
+            self._due.append((pull, ticket, [index_of[entry.key.hash] for entry in batch], batch))
+        self._submit()
+        return count
+
+    def _fits(self, ticket: HandoffTicket) -> bool:
+        """Whether a source's pages are of use here; says so once if they are not, as then its prompts are computed twice."""
+        fits = ticket.fingerprint == self._fingerprint
+        if not fits and ticket.source not in self._strangers:
+            self._strangers.add(ticket.source)
+            logger.warning(
+                "pages of %s cannot be read: model, dtype, --kv-cache-dtype, --page-size or device is another, or a limit of the "
+                "context by which pages are laid out or positions are scaled; all prompts from there are computed again",
+                ticket.source,
+            )
+        return fits
+
+    def _submit(self) -> None:
+        while self._due and self._ground.writable(self._due[0][3]):
+            pull, ticket, indices, batch = self._due.popleft()
+            done = partial(self._took, pull, batch)
+            self._executor.submit(partial(self._read, pull, ticket, indices, batch), done, urgent=True)
+
+    def poll(self) -> list[int]:
+        """Takes the ends of reads; returns the requests that need not wait any longer."""
+        self._submit()
+        self._executor.poll()
+        now = self._clock()
+        released = self.arrivals.release(lambda pull: now >= pull.deadline or not self.arrivals.is_reading(pull))
+        for serial in released:
+            wanted = [name.key for name in self.arrivals[serial].wanted]
+            self.counters.fallbacks += not self._ground.released(serial, wanted)
+        return released
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a read has ended, or after so many seconds."""
+        self._executor.wait(seconds)
+
+    def _read(self, pull: _Pull, ticket: HandoffTicket, indices: list[int], batch: list[HostPage]) -> _Read | None:
+        """Reads and checks pages, in a thread of the executor."""
+        if pull.cancelled:
+            return None
+        began = self._clock()
+        log_stage("read begins")
+        good = self._ground.read(ticket, indices, batch)
+        log_stage("read ends")
+        return _Read(good, self._clock() - began)
+
+    def _took(self, pull: _Pull, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:
+        good = read.good if read is not None else [False] * len(batch)
+        arrived = self.arrivals.came(pull, batch, good)
+        counters = self.counters
+        counters.pages += arrived
+        counters.early += arrived if pull.early else 0
+        counters.failures += error is not None
+        if read is not None:
+            counters.stale += len(batch) - arrived
+            counters.seconds += read.seconds
+
+
+# What takes handed-off prompts over: their pages go to the device, where its room and the mover let them, or to the
+# second tier.
+#
+# All pages of a transfer go one way. Those of which the second tier has the beginning go there, too.
+
+
+class Takeover:
+    """Two pulls with one count. Single-threaded but for the reads of their executor, which they share.
+
+    Args:
+        host: Pulls into the second tier.
+        landing: The device's pages that can be filled; None: it cannot.
+        device: Pulls into these.
+
+    Attributes:
+        host: The argument.
+        counters: What has happened so far.
+        page_bytes: Bytes of a page's content.
+    """
+
+    def __init__(self, host: Pulls, landing: Landing | None = None, device: Pulls | None = None) -> None:
+        self.host = host
+        self._landing = landing
+        self._device = device
+        self._both = (host,) if device is None else (device, host)
+        self.counters = host.counters
+        self.page_bytes = host.page_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that came before all layers of their pages were computed."""
+        return self.host.part_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether reads are under way."""
+        return any(each.busy for each in self._both)
+
+    def pull(self, serial: int, prompt: Prompt, cached: int, found: int, ticket: HandoffTicket) -> bool:
+        """Reads pages that a new request lacks; returns whether it is to wait until :meth:`poll` names it.
+
+        Args:
+            serial: The request.
+            prompt: Its prompt.
+            cached, found: How many of its pages the device has, and the second tier after them.
+            ticket: Its ticket.
+        """
+        if (device := self._suited(ticket, prompt.pages, cached, found)) is not None:
+            device[0].expect(serial, prompt)
+            return device[1].pull(serial, prompt.pages[cached:], cached, ticket)
+        first = cached + found
+        return self.host.pull(serial, prompt.pages[first:], first, ticket)
+
+    def announced(self, ticket: HandoffTicket, pages: list[PageName], cached: int, found: int) -> None:
+        """Reads pages that are lacking for a request which is likely to come.
+
+        Args:
+            ticket: For some of its prompt's pages.
+            pages: All of the prompt's; empty if an earlier call for the same transfer had them.
+            cached, found: As for :meth:`pull`, as far as they were asked for.
+        """
+        device = self._suited(ticket, pages, cached, found)
+        (self.host if device is None else device[1]).announced(ticket, pages, cached)
+
+    def announced_pages(self, ticket: HandoffTicket) -> Sequence[PageName]:
+        """All pages of the prompt of which some were announced; none if none were."""
+        return next(filter(None, (each.announced_pages(ticket) for each in self._both)), ())
+
+    def settle(self, serial: int) -> tuple[int, float, float] | None:
+        """A request has started or ended; returns as :meth:`Arrivals.settle`."""
+        if self._landing is not None:
+            self._landing.forget(serial)
+        settled = [each.arrivals.settle(serial) for each in self._both]
+        return next(filter(None, settled), None)
+
+    def lapse(self) -> None:
+        """Lets go of announced pages of which nothing was heard for long."""
+        for each in self._both:
+            each.lapse()
+
+    def poll(self) -> list[int]:
+        """Takes the ends of reads; returns the requests that need not wait any longer."""
+        return [serial for each in self._both for serial in each.poll()]
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a read has ended, or after so many seconds."""
+        self.host.wait(seconds)
+
+    def pins(self) -> dict[int, int]:
+        """What :meth:`Arrivals.pins` says of the second tier. For tests."""
+        if self._device is not None and self._landing is not None:
+            self._landing.check(self._device.arrivals.pins())
+        return self.host.arrivals.pins()
+
+    def _suited(
+        self, ticket: HandoffTicket, pages: list[PageName], cached: int, found: int
+    ) -> tuple[Landing, Pulls] | None:
+        landing, device = self._landing, self._device
+        if landing is None or device is None or self.host.knows(ticket):
+            return None
+        lacking = len(pages) - cached
+        fits = not found and 0 < lacking <= min(landing.room, device.arrivals.room) and landing.reaches(ticket)
+        return (landing, device) if fits or device.knows(ticket) else None

@@ -1,0 +1,403 @@
+"""What a reader and a source of pages say to each other, with TLS or without."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from sapwood_worker.core.cache.storage.record import Sealer
+from sapwood_worker.core.cache.transfer.backend import MoverError, PartCount
+from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES
+from sapwood_worker.records.handoff import HandoffTicket, log_stage
+
+
+class PageTls(NamedTuple):
+    """Files in PEM, read anew for each connection, so that new ones are taken up.
+
+    Attributes:
+        cert: The worker's certificate.
+        key: Its private key.
+        ca: The CAs of the other's. Whoever has a certificate of them is a worker: names and addresses are not compared, and what
+            a connection may read is told by a ticket.
+    """
+
+    cert: Path
+    key: Path
+    ca: Path
+
+    def server(self) -> ssl.SSLContext:
+        """The context of the side that is asked. Raises OSError (ssl.SSLError among them): the files are missing or broken."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # a session that is resumed is not verified again
+        return self._filled(context)
+
+    def client(self) -> ssl.SSLContext:
+        """The context of the side that asks. Raises what :meth:`server` does."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        return self._filled(context)
+
+    def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(self.ca)
+        context.load_cert_chain(self.cert, self.key)
+        return context
+
+
+# What a reader and a source of pages say to each other, whichever way the pages themselves go.
+#
+# A connection carries one read. The reader sends an :class:`Ask` and what the source answers depends on its ``way``:
+# see the modules beside this one, each of which has both sides. Nothing else is understood: a connection that says
+# anything else, or nothing for ``SILENCE_SECONDS``, is closed.
+
+
+Way = Literal["tcp", "shm", "nixl", "mooncake", "cuda", "device"]
+
+YES, NO, LATER, WAIT = b"\1", b"\0", b"\2", b"\3"
+SILENCE_SECONDS = 1.0
+READ_SECONDS = 4.0
+"""The most that a whole read takes; whoever asked waits little longer (``pulls.PATIENCE_SECONDS``)."""
+
+_ASK = struct.Struct("<8s16sQI")
+_INDEX = struct.Struct("<I")
+_MAGIC: dict[Way, bytes] = {
+    "tcp": b"SAPWHO02",
+    "shm": b"SAPWHM02",
+    "nixl": b"SAPWHX02",
+    "mooncake": b"SAPWHK02",
+    "cuda": b"SAPWHC02",
+    "device": b"SAPWHD02",
+}
+_MOST_PAGES = 4096
+_AHEAD_BYTES = 1 << 16
+
+
+class Ask(NamedTuple):
+    """What a reader wants.
+
+    Attributes:
+        way: How.
+        transfer_id: The ticket's.
+        epoch: The epoch of the process that gave it.
+        indices: Which of the prompt's pages.
+    """
+
+    way: Way
+    transfer_id: bytes
+    epoch: int
+    indices: list[int]
+
+
+class Wire:
+    """One end of a connection. Every call raises OSError where it broke, or nothing came for too long.
+
+    Args:
+        connection: Made by :func:`dialled`, or accepted.
+        seconds: For all that is said on it.
+    """
+
+    def __init__(self, connection: socket.socket, seconds: float = READ_SECONDS) -> None:
+        self._connection = connection
+        self._seconds = seconds
+        self._unsent = bytearray()
+        self._ahead = bytearray()
+        self._said = time.monotonic()
+        self.goes_on()
+
+    def goes_on(self) -> None:
+        """The other side may take as long again, or this one does."""
+        self._until = time.monotonic() + self._seconds
+
+    def send(self, content: bytes | memoryview) -> None:
+        """Says something."""
+        self.flush()
+        self._connection.sendall(content)
+
+    def put(self, content: bytes) -> None:
+        """Says something with what follows, or when something is to be heard: so many short answers go as one."""
+        self._unsent += content
+
+    def flush(self) -> None:
+        """Says what was put."""
+        if self._unsent:
+            self._connection.sendall(self._unsent)
+            self._unsent.clear()
+
+    def ask(self, ask: Ask) -> None:
+        """Says what is wanted."""
+        head = _ASK.pack(_MAGIC[ask.way], ask.transfer_id, ask.epoch, len(ask.indices))
+        self.send(head + b"".join(map(_INDEX.pack, ask.indices)))
+
+    def asked(self) -> Ask | None:
+        """What the other side wants; None: nothing that is understood."""
+        magic, transfer_id, epoch, count = _ASK.unpack(self.receive(_ASK.size))
+        way = next((way for way, known in _MAGIC.items() if magic == known), None)
+        if way is None or not 0 < count <= _MOST_PAGES:
+            return None
+        indices = [index for (index,) in _INDEX.iter_unpack(self.receive(count * _INDEX.size))]
+        return Ask(way, transfer_id, epoch, indices)
+
+    def receive(self, count: int) -> bytes:
+        """So many bytes. Raises as :meth:`fill`."""
+        while len(self._ahead) < count:
+            self._await()
+            content = self._connection.recv(_AHEAD_BYTES)
+            if not content:
+                raise MoverError("the other side ended the connection")
+            self._ahead += content
+        found = bytes(self._ahead[:count])
+        del self._ahead[:count]
+        return found
+
+    def says_yes(self) -> bool:
+        """A byte that is a yes. Raises as :meth:`fill`."""
+        return self.receive(1) == YES
+
+    def says_wait(self) -> None:
+        """Says, now and then, that an answer is on its way. Cheap to call often."""
+        if time.monotonic() > self._said + SILENCE_SECONDS / 4:
+            self._said = time.monotonic()
+            self.goes_on()
+            self.send(WAIT)
+
+    def answer(self) -> bytes:
+        """A byte that is not ``WAIT``. Raises as :meth:`fill`."""
+        while (said := self.receive(1)) == WAIT:
+            self.goes_on()
+        return said
+
+    def fill(self, buffer: memoryview) -> None:
+        """Fills a buffer.
+
+        Raises:
+            MoverError: The other side ended the connection before, or its time is over.
+        """
+        known = min(len(self._ahead), len(buffer))
+        buffer[:known] = self._ahead[:known]
+        del self._ahead[:known]
+        buffer = buffer[known:]
+        while buffer:
+            self._await()
+            count = self._connection.recv_into(buffer)
+            if not count:
+                raise MoverError("the other side ended the connection")
+            buffer = buffer[count:]
+
+    def _await(self) -> None:
+        """Says what was not said yet: an answer is wanted.
+
+        Raises:
+            MoverError: The other side's time is over.
+        """
+        self.flush()
+        if time.monotonic() > self._until:
+            raise MoverError("it takes too long")
+
+
+@contextmanager
+def dialled(ticket: HandoffTicket, way: Way, indices: Sequence[int], tls: PageTls | None) -> Iterator[Wire]:
+    """A connection to a ticket's source, which has been asked for pages.
+
+    Raises:
+        MoverError: There is none; also for whatever breaks while it is used.
+    """
+    host, _, port = ticket.source.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), SILENCE_SECONDS) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            secured = connection if tls is None else tls.client().wrap_socket(connection)
+            with secured:
+                wire = Wire(secured)
+                wire.ask(Ask(way, ticket.transfer_id, ticket.epoch, list(indices)))
+                yield wire
+    except (OSError, ValueError) as error:
+        raise MoverError(f"{ticket.source}: {error}") from error
+
+
+# What a source says of the pages of a read: had, not had, or coming, layer by layer, while it still computes them.
+#
+# The source first answers for every page of the read: yes, no, or ``LATER`` for one that is coming. Then it says again
+# and again which bytes of the coming pages are there, until all are; an empty answer says that it is still at it. The
+# bytes follow whenever some are named (TCP), or the reader takes them out of the source's memory. When the step that
+# computed the pages is known to have gone well, the source says of each coming page, in order, whether it has it after
+# all, with the header over all of its content.
+#
+# Where the bytes never pass through a host's memory there is no checksum, and in place of the header stands the proof
+# of the page's tokens and tenant alone.
+
+
+_COUNT, _RANGE = struct.Struct("<I"), struct.Struct("<QQ")
+_NAP_SECONDS, _SHORT_NAP_SECONDS = 1e-3, 2e-4
+_MOST_RANGES = 1 << 16
+COMING = b""
+"""Stands for the header of a page that is not here yet, but is being filled."""
+_PROOF_BYTES = 32
+
+
+def send_headers(
+    wire: Wire,
+    source: PageSource,
+    lease: Lease | None,
+    indices: Sequence[int],
+    *,
+    in_parts: bool = False,
+    sealed: bool = True,
+    still: Callable[[int], bool] = lambda index: True,
+) -> None:
+    """The source's side of a read whose reader takes the pages out of the source's memory itself.
+
+    It says which pages there are, with their sealed headers (or proofs), and waits until the reader says that it has read them (a
+    yes; until then a no now and then). At last it says of each page, first those that were there at once, then those that came,
+    whether it still is what the ticket says and passes ``still``.
+    """
+    had: list[int] = []
+    coming: list[int] = []
+    for index in indices:
+        if in_parts and lease is not None and source.is_coming(lease, index, on_device=not sealed):
+            wire.put(LATER)
+            coming.append(index)
+        elif lease is None or not _comes(wire, source, lease, index, on_device=not sealed):
+            wire.put(NO)
+        else:
+            wire.put(
+                YES + (source.header(source.record(lease, index), lease, index) if sealed else lease.keys[index].proof)
+            )
+            had.append(index)
+    if lease is not None and coming:
+        had += send_parts(wire, source, lease, coming, content=False, sealed=sealed)
+    while not wire.says_yes():
+        pass  # it is still reading
+    if lease is not None:
+        wire.send(b"".join(YES if still(index) and source.ends(lease, index) else NO for index in had))
+
+
+def receive_headers(wire: Wire, count: int, *, sealed: bool = True) -> list[bytes | None]:
+    """The reader's side: for each of so many pages its header (or proof), ``COMING``, or None."""
+    headers: list[bytes | None] = []
+    size = HEADER_BYTES if sealed else _PROOF_BYTES
+    for _ in range(count):
+        answer = wire.answer()
+        headers.append(COMING if answer == LATER else wire.receive(size) if answer == YES else None)
+    return headers
+
+
+def send_parts(
+    wire: Wire, source: PageSource, lease: Lease, coming: Sequence[int], *, content: bool, sealed: bool = True
+) -> list[int]:
+    """The source's side, once it has answered ``LATER`` for some pages of a read.
+
+    Args:
+        wire: The connection.
+        source: The pages.
+        lease: The lease.
+        coming: Which of its pages are coming.
+        content: Whether the bytes go over the connection.
+        sealed: Whether there is a checksum over them.
+
+    Returns:
+        Those that it turned out to have, whose headers it has sent.
+    """
+    sealers = [
+        Sealer(source.record(lease, index), lease.keys[index], source.namespace) for index in (coming if sealed else ())
+    ]
+    groups, known = source.pool.parts.groups, 0
+    while known < len(groups):
+        there = _reach(source, lease, coming, known, on_device=not sealed)
+        ranges = [each for group in groups[known:there] for each in group]
+        wire.send(_COUNT.pack(len(ranges)) + b"".join(_RANGE.pack(*each) for each in ranges))
+        for sealer in sealers:
+            for start, end in ranges:
+                part = sealer.take(start, end)
+                if content:
+                    wire.send(part)
+        known = there
+        wire.goes_on()
+    had = []
+    for place, index in enumerate(coming):
+        # The step has ended, or is about to.
+        if _comes(wire, source, lease, index, _SHORT_NAP_SECONDS, on_device=not sealed):
+            wire.put(YES + (sealers[place].header() if sealed else lease.keys[index].proof))
+            had.append(index)
+        else:
+            wire.put(NO)
+    wire.flush()
+    log_stage("all pages said")
+    return had
+
+
+def receive_parts(
+    wire: Wire,
+    pages: int,
+    content: int,
+    count: PartCount,
+    take: Callable[[int, int, int], object],
+    *,
+    sealed: bool = True,
+) -> list[bytes | None]:
+    """The reader's side.
+
+    Args:
+        wire: The connection.
+        pages: How many pages are ``LATER``.
+        content: Bytes of a page's content.
+        count: Is told of what comes before all layers are computed.
+        take: Has a part of a page's content filled: the page's number among them, where in the content it begins and ends.
+        sealed: As the source has it.
+
+    Returns:
+        For each page its header (or proof), or None.
+    """
+    left = content
+    while left:
+        (ranges,) = _COUNT.unpack(wire.receive(_COUNT.size))
+        if ranges > _MOST_RANGES:
+            raise MoverError("the other side says what cannot be")
+        parts = list(_RANGE.iter_unpack(wire.receive(ranges * _RANGE.size)))
+        size = sum(end - start for start, end in parts)
+        if size > left or any(start > end for start, end in parts):
+            raise MoverError("the other side says what cannot be")
+        for number in range(pages):
+            for part in parts:
+                take(number, *part)
+        left -= size
+        count.add(pages * size if left else 0)
+        wire.goes_on()
+    return receive_headers(wire, pages, sealed=sealed)
+
+
+def _comes(
+    wire: Wire, source: PageSource, lease: Lease, index: int, nap: float = _NAP_SECONDS, *, on_device: bool
+) -> bool:
+    """Waits until a page is there or lost, and says now and then that it is coming; whether it is there."""
+    while source.is_coming(lease, index, on_device=on_device):
+        time.sleep(nap)
+        wire.says_wait()
+    return source.has(lease, index, on_device=on_device)
+
+
+def _reach(source: PageSource, lease: Lease, coming: Sequence[int], known: int, *, on_device: bool) -> int:
+    """How many groups of layers are in all of these pages, or will not be: more than ``known``, unless that takes long."""
+    until = time.monotonic() + SILENCE_SECONDS / 4
+    least, looked_at = len(source.pool.parts.groups), None
+    for index in coming:
+        page, _ = lease.ticket.places[index]
+        while (parts := source.pool.parts.of(page)) is None or parts is not looked_at:
+            if not source.is_coming(lease, index, on_device=on_device):
+                break
+            if parts is not None:
+                found = parts.beyond(known, until - time.monotonic(), on_device=on_device)
+                if found > known:
+                    least, looked_at = min(least, found), parts
+                    break
+            if time.monotonic() >= until:
+                return known
+            time.sleep(_SHORT_NAP_SECONDS)  # the step has not begun, or its end has not been looked at
+    return least

@@ -1,0 +1,476 @@
+"""The running requests and their steps: rows and pages, the requests of each step in flight, a step's length and its plan."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.cache.pages import PageTable
+from sapwood_worker.core.cache.prefix import PrefixCache, Written
+from sapwood_worker.core.scheduler.request import Request, RequestState
+from sapwood_worker.records.grammar_state import GrammarState, MaskFiller
+from sapwood_worker.records.step import Copies, Entry, IntArray, Step
+
+
+class RunningBatch:
+    """Requests that have a row, by rank: the last one is the first to be retracted.
+
+    Args:
+        table: The page table.
+        cache: Where pages come from and go to.
+        page_size: Tokens in a page.
+    """
+
+    def __init__(self, table: PageTable, cache: PrefixCache, page_size: int) -> None:
+        self._table = table
+        self._cache = cache
+        self._page_size = page_size
+        self.requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def pages_of(
+        self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], Written]:
+        """The pages of some rows up to those that hold the tokens before ``ends``, and handles of these last ones.
+
+        The pages are a copy, int32 [rows, tables * most pages]; entries beyond a row's last page are undefined.
+        """
+        return self._cache.pages_of(rows, (ends - 1) // self._page_size)
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more requests could run."""
+        return self._table.num_free
+
+    @property
+    def num_pages(self) -> int:
+        """All pages."""
+        return self._cache.num_pages
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that could be given to requests now."""
+        return self._cache.num_available
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-tokens // self._page_size)
+
+    def pages_to_start(self, request: Request) -> int:
+        """Pages that would no longer be available if the request started: new ones, and cached ones that it would lock."""
+        found, unlocked = self._cache.probe(request.reusable, request.namespace)
+        return self.pages_for(len(request.token_ids)) - found + unlocked
+
+    def tokens_gained(self, request: Request, others: Sequence[Request]) -> int:
+        """How many more tokens the request would find in the cache once one of the others has computed all of its own."""
+        others = [other for other in others if other.namespace == request.namespace]
+        if not self._cache.enabled or not others:
+            return 0
+        start = self._cache.probe(request.reusable, request.namespace)[0] * self._page_size
+        first_page = request.token_ids[start : start + self._page_size]
+        most = 0
+        for other in others:
+            limit = min(len(request.reusable) - 1, len(other.token_ids))
+            if start >= limit or first_page != other.token_ids[start : start + self._page_size]:
+                continue
+            mine, theirs = (np.frombuffer(tokens, np.uint32, limit) for tokens in (request.token_ids, other.token_ids))
+            differing = mine != theirs
+            common = int(differing.argmax()) if differing.any() else limit
+            most = max(most, common // self._page_size * self._page_size - start)
+        return most
+
+    def windows_fit(self, tokens: int) -> bool:
+        """Whether every window has pages for one more request of so many tokens, beside what those running may need."""
+        return all(each.needed(tokens) + each.outstanding() <= each.num_available for each in self._cache.scarce)
+
+    def start(self, request: Request, expected: int = 0) -> None:
+        """Gives a request a row, its cached pages, and pages for the rest of its known tokens.
+
+        There must be a free slot and as many pages as :meth:`pages_to_start` says; :meth:`windows_fit` for ``expected`` tokens.
+        """
+        request.become(RequestState.RUNNING)
+        request.slot = self._table.open()
+        request.enters = True
+        request.computed = self._cache.open(
+            request.slot, request.request_id, request.reusable, request.namespace, expected
+        )
+        missing = self.pages_for(len(request.token_ids)) - self._table.length(request.slot)
+        allocated = self._cache.allocate(request.slot, missing)
+        assert allocated, f"request {request.request_id} was started without pages for it"
+        request.computed += self._cache.load(request.slot)
+        request.planned = request.computed
+        request.capacity = self.capacity(request)
+        request.reach = self._cache.reach(request.slot)
+        insort(self.requests, request, key=lambda other: other.rank)
+
+    def capacity(self, request: Request) -> int:
+        """Tokens that the pages of a running request hold."""
+        return self._table.length(request.slot) * self._page_size
+
+    def make_room(self, request: Request, tokens: int) -> bool:
+        """Gives a request pages for so many tokens, and pages of windows for the next that it computes; returns False if there
+        are not enough."""
+        if tokens > request.capacity:
+            missing = self.pages_for(tokens) - self._table.length(request.slot)
+            if not self._cache.allocate(request.slot, missing):
+                return False
+            request.capacity += missing * self._page_size
+        if request.planned >= request.reach:
+            request.reach = self._cache.extend(request.slot, request.planned + 1, request.computed)
+        return request.planned < request.reach
+
+    def draftable(self, request: Request, count: int, *, further: bool = False) -> int:
+        """How many of so many tokens after its next one a request has pages for, once it was given what there was.
+
+        Args:
+            request: The request.
+            count: The tokens.
+            further: Give it pages for a draft as long after them, too, unless others may need them soon.
+        """
+        start = request.planned + 1
+        self._widen(request, start + count, 0)
+        if further:
+            self._widen(request, min(start + 2 * count + 2, request.max_length), len(self.requests))
+        return max(0, min(self.reachable(request, 1 + count) - 1, request.capacity - start))
+
+    def _widen(self, request: Request, tokens: int, left: int) -> None:
+        """Gives a request pages for so many tokens if ``left`` others remain."""
+        if tokens > request.capacity:
+            missing = self.pages_for(tokens) - self._table.length(request.slot)
+            if missing + left <= self._cache.num_available and self._cache.allocate(request.slot, missing):
+                request.capacity += missing * self._page_size
+
+    def reachable(self, request: Request, count: int) -> int:
+        """Gives a request pages of windows for its next ``count`` tokens; returns for how many of them it then has pages."""
+        end = request.planned + count
+        if end > request.reach:
+            request.reach = self._cache.extend(request.slot, end, request.computed, share=True)
+        return min(count, request.reach - request.planned)
+
+    def commit(self, request: Request) -> None:
+        """Puts the full pages of a request's computed tokens into the prefix cache."""
+        # After an abort with steps in flight, more tokens are computed than known.
+        known = len(request.token_ids)
+        self._cache.commit(request.slot, request.token_ids, min(request.computed, known))
+
+    def stop(self, request: Request, state: RequestState, *, keep: bool = True) -> None:
+        """Takes a request's row; its pages stay in the cache, unlocked, unless ``keep`` is false.
+
+        No step in flight may compute it.
+        """
+        assert not request.in_flight, f"request {request.request_id} is still being computed"
+        if keep:
+            self.commit(request)
+        self._cache.close(request.slot)
+        self._table.close(request.slot)
+        self.requests.remove(request)
+        request.slot = -1
+        request.capacity = request.reach = 0
+        request.computed = request.planned = request.unknown = 0
+        request.become(state)
+
+
+# How steps that are in flight at once share the running requests.
+
+
+class Lanes:
+    """Lanes of a pipeline: each step decodes a share of the requests while other stages compute the steps before it.
+
+    Args:
+        count: Steps that are in flight at once, of other requests each; 1: one, or two with the same requests.
+        fewest: Requests from which on they are shared; fewer are all in each step.
+        chained: Whether the device keeps the tokens that it samples. Then one more step may be in flight, with the requests of
+            the oldest, so that no stage waits for the host.
+
+    Attributes:
+        count: The argument.
+        depth: The most steps that are ever in flight, where there are lanes; :meth:`most_in_flight` may say fewer.
+    """
+
+    def __init__(self, count: int, fewest: int = 1, *, chained: bool = False) -> None:
+        self.count = count
+        self.depth = count + chained if count > 1 else 1
+        self._fewest, self._chained = fewest, chained
+
+    def shares(self, requests: int) -> int:
+        """Into how many shares so many running requests go."""
+        if not self._chained or self.count == 1:
+            return self.count
+        return max(1, min(self.count, requests)) if requests >= self._fewest else 1
+
+    def most_in_flight(self, requests: int, *, prompts: bool) -> int:
+        """How many steps may be in flight, where there are lanes.
+
+        Decodes: one for each share, and one more where the device keeps its tokens. More would not help: a request can be in two
+        steps in flight only, so with three those that began in different steps would each miss every third.
+
+        Args:
+            requests: How many run.
+            prompts: Whether a step in flight computes any: theirs keep all stages busy.
+        """
+        return self.depth if prompts else min(self.depth, self.shares(requests) + self._chained)
+
+    def holds_back(self, request: Request, step: int, shares: int) -> bool:
+        """Whether a request of which steps in flight sample a token is in none that is planned now.
+
+        Args:
+            request: The request.
+            step: The number of the step being planned.
+            shares: Of how many shares the requests are.
+        """
+        if self.count == 1 or not request.unknown:
+            return False
+        if not self._chained or request.unknown > 1 or request.grammar is not None or request.processed:
+            return True
+        return request.sampled_in > step - shares
+
+
+# How many tokens of prompts a step takes, so that it lasts about as long as is wanted: by how long steps took.
+#
+# A step's time is that of its decodes, and a fixed time for each prompt token. Both are measured while steps run, so a CPU
+# and a GPU both keep the gap between the tokens of running streams bounded. Prompts get at least twelve times the time
+# that the decodes take alone: most of that is what each step costs, so more and shorter steps would compute less. Hence
+# the gap is at most the time that is wanted, or thirteen times that of a step of decodes, if that is longer.
+#
+# Where nothing decodes, a step may last longer, as then only requests wait that come meanwhile. O(1).
+
+
+_PROMPTS_ALONE = 4
+"""How many times as long a step without decodes may last."""
+_TIMES = 12
+"""Prompts get at least so many times the time of the step's decodes."""
+_UNKNOWN = 8
+"""While no decode was measured, a step takes at least one part in so many of the most tokens: what each step costs anyway is
+unknown, and more steps may be no shorter."""
+_LEAST = 16
+_WEIGHT, _FULL = 0.3, 32
+"""The weight of a new measurement, and the prompt tokens from which on it has that."""
+_OUTLIER = 2.0
+"""A measurement of more than so many times the usual is the machine's doing."""
+_KEPT = 256
+"""Steps after which the time of decodes is measured again, by a step with one token of a prompt if there is none without."""
+
+
+class StepPace:
+    """The pace of a scheduler's steps.
+
+    Args:
+        seconds: How long a step with decodes is to last; 0: as long as it takes.
+        most: Most tokens of a step.
+    """
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds = seconds
+        self._most = most
+        self._steps = 0
+        # By the power of two of the decodes: seconds, and the step in which they were measured.
+        self._plain: dict[int, tuple[float, int]] = {}
+        self._each: float | None = None
+
+    def tokens(self, decodes: int) -> int:
+        """How many tokens of prompts a step with so many decodes takes at most; at least one."""
+        if not self._seconds:
+            return self._most
+        least = max(_LEAST, self._most // _UNKNOWN)
+        if self._each is None:
+            return least
+        _, measured = self._plain.get(decodes.bit_length(), (0.0, -_KEPT))
+        if decodes and self._steps - measured >= _KEPT:
+            return 1
+        plain = self._usual(decodes)
+        wanted = self._seconds if decodes else _PROMPTS_ALONE * self._seconds
+        seconds = max(wanted - (plain or 0.0), _TIMES * (plain or 0.0))
+        if self._each * self._most <= seconds:
+            return self._most
+        return max(_LEAST if plain is not None else least, int(seconds / self._each))
+
+    def took(self, decodes: int, prompts: int, seconds: float) -> None:
+        """Notes how long a step took that computed so many decodes and tokens of prompts."""
+        if not self._seconds or not (decodes or prompts):  # it may only have copied pages
+            return
+        self._steps += 1
+        if prompts <= 1 + decodes // 16 and decodes:
+            known = self._plain.get(decodes.bit_length())
+            usual = seconds if known is None else _mean(known[0], seconds, _WEIGHT)
+            self._plain[decodes.bit_length()] = usual, self._steps
+            return
+        each = max(0.0, seconds - (self._usual(decodes) or 0.0)) / prompts
+        if self._each is None:
+            self._each = each
+        else:
+            self._each = _mean(self._each, each, _WEIGHT * min(1.0, prompts / _FULL))
+
+    def _usual(self, decodes: int) -> float | None:
+        """Seconds of a step of about so many decodes alone; None: none was measured. Of no decodes: what a step costs anyway."""
+        if not self._plain:
+            return None
+        bucket = max(1, decodes.bit_length())
+        return self._plain[min(self._plain, key=lambda known: (abs(known - bucket), known))][0]
+
+
+def _mean(known: float, new: float, weight: float) -> float:
+    return known + weight * (min(new, _OUTLIER * known) - known) if known else new
+
+
+# One step from its plan to its tokens: what each request computes in it, and what the runner is told. O(requests).
+
+
+Chunk = tuple[Request, int]
+"""A request and how many of its next tokens are computed."""
+
+
+class StepInFlight:
+    """A step on its way; constructing it notes on each of its requests what the step computes.
+
+    Args:
+        number: The step's.
+        decodes: Requests whose last known token, one of output, the step computes, to sample the next.
+        chunks: Everything else: parts of prompts, whether or not they reach the end.
+        running: Holds their rows and pages.
+        copies: What is copied before the step.
+        filler: Fills grammar masks, beginning now; None: no request has a grammar.
+        drafts: For each of ``decodes`` the tokens that are expected after the next one; empty: none. Only where there are no
+            chunks.
+
+    Attributes:
+        decodes, chunks, drafts: The arguments.
+        samples: For each chunk whether it samples.
+        plan: What the runner is told, decodes first.
+        written: A handle of the last page that each part writes, made when the step is planned.
+        awaits_tokens: Whether its tokens must be known before the next step is planned: for a grammar or a logit processor, or to
+            know how much of a draft was right.
+    """
+
+    __slots__ = ("_filled", "awaits_tokens", "chunks", "decodes", "drafts", "plan", "samples", "written")
+
+    def __init__(
+        self,
+        number: int,
+        decodes: list[Request],
+        chunks: list[Chunk],
+        running: RunningBatch,
+        copies: Copies | None,
+        filler: MaskFiller | None,
+        drafts: Sequence[list[int]] = (),
+    ) -> None:
+        assert not (chunks and drafts)
+        self.decodes = decodes
+        self.chunks = chunks
+        self.drafts = drafts
+        rows: list[int] = []
+        starts: list[int] = []
+        tokens: list[int] = []
+        grammars: list[GrammarState] = []
+        masked: list[int] = []
+        processed = False
+        for request in decodes:
+            start = request.planned
+            known = request.token_ids
+            rows.append(request.slot)
+            starts.append(start)
+            tokens.append(known[start] if start < len(known) else -1)
+            request.planned = start + 1
+            request.in_flight += 1
+            request.unknown += 1
+            request.sampled_in = number
+            if request.grammar is not None:
+                masked.append(len(rows) - 1)
+                grammars.append(request.grammar)
+            processed = processed or request.processed
+        self.samples: list[bool] = []
+        entries: tuple[Entry, ...] = ()
+        if chunks:
+            sampling = len(decodes)
+            counts = [1] * sampling
+            known_tokens = [np.array(tokens, np.int64)]
+            for request, count in chunks:
+                start = request.planned
+                rows.append(request.slot)
+                starts.append(start)
+                counts.append(count)
+                samples = start + count == len(request.token_ids) + request.unknown and not request.pooling
+                self.samples.append(samples)
+                known_tokens.append(_tokens(request, start, count))
+                request.planned = start + count
+                request.in_flight += 1
+                if samples:
+                    request.unknown += 1
+                    request.sampled_in = number
+                processed = processed or (samples and request.processed)
+                if samples and request.grammar is not None:
+                    masked.append(sampling)
+                    grammars.append(request.grammar)
+                sampling += samples
+            computed = np.concatenate(known_tokens)
+            each = np.array(counts, np.int64)
+            sampled = np.array([1] * len(decodes) + self.samples, np.int64)
+            entries = tuple(_enter(request) for request, _ in chunks if request.enters)
+        elif drafts:
+            computed = np.array(
+                [one for token, draft in zip(tokens, drafts, strict=True) for one in (token, *draft)], np.int64
+            )
+            each = sampled = np.array([1 + len(draft) for draft in drafts], np.int64)
+            firsts = np.cumsum(each) - each
+            masked = [int(firsts[part]) + place for part in masked for place in range(int(each[part]))]
+        else:
+            computed = np.array(tokens, np.int64)
+            each = sampled = np.array([1] * len(decodes), np.int64)
+        slots, begins = np.array(rows, np.int64), np.array(starts, np.int64)
+        pages, self.written = running.pages_of(slots, begins + each)
+        self.plan = plan = Step(number, slots, begins, each, sampled, computed, pages, entries, copies=copies)
+        self._filled = None
+        if grammars:
+            assert filler is not None, "a request has a grammar, but nothing fills masks"
+            drafted = [draft for request, draft in zip(decodes, drafts, strict=False) if request.grammar is not None]
+            self._filled = plan.masks = filler.start(grammars, drafted)
+            plan.masked = np.array(masked, np.int64)
+        self.awaits_tokens = bool(grammars or drafts) or processed
+
+    def __len__(self) -> int:
+        return len(self.plan.rows)
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """Every request that is part of the step."""
+        return [*self.decodes, *(request for request, _ in self.chunks)]
+
+    def release_grammars(self) -> None:
+        """Returns once nothing fills the step's masks any more, so that its grammars may go on or be closed."""
+        if self._filled is not None:
+            self._filled.exception()
+
+
+def _tokens(request: Request, start: int, count: int) -> IntArray:
+    """A request's next tokens; -1 for the last of them if a step in flight samples it."""
+    tokens = np.full(count, -1, np.int64)
+    known = min(count, len(request.token_ids) - start)
+    tokens[:known] = np.frombuffer(request.token_ids, np.uint32, known, start * request.token_ids.itemsize)
+    return tokens
+
+
+def _enter(request: Request) -> Entry:
+    """What the runner must know of a request that has just got a row."""
+    request.enters = False
+    scored = request.wanted_prompt_logprobs
+    return Entry(
+        request.slot,
+        request.serial,
+        request.sampling,
+        request.output_start,
+        request.token_ids.tobytes() if scored is not None or looks_back(request.sampling) else b"",
+        request.prompt_length,
+        scored,
+        request.pooling,
+    )
+
+
+def looks_back(sampling: SamplingParams) -> bool:
+    """Whether sampling a token takes more of those before it than their logits."""
+    penalties = sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty
+    return penalties != (0.0, 0.0, 1.0) or bool(sampling.bad_words_ids or sampling.logit_processors)

@@ -1,0 +1,526 @@
+"""What happens to a request outside its steps: it comes, gets what a step computed, is handed to another worker, and ends."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Callable, Container, Sequence
+
+import numpy as np
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.prefix import PrefixCache
+from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.scheduler.batch import RunningBatch, StepInFlight
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request, RequestState
+from sapwood_worker.core.scheduler.waiting import TenantFairness, WaitingQueue
+from sapwood_worker.records.grammar_state import GrammarState
+from sapwood_worker.records.handoff import HandoffTicket
+from sapwood_worker.records.output import FinishReason, RequestOutput, TokenLogprobs
+from sapwood_worker.records.step import ModelOutput
+
+
+class StepResults:
+    """Takes the results of steps, O(requests) each.
+
+    Args:
+        running: The requests that steps compute.
+        lifecycle: Ends those that are done.
+        fairness: Is told of the tokens that prompts' last chunks sampled.
+        handoffs: Keeps the pages of prompts for other workers.
+
+    Attributes:
+        forced_tokens: Tokens that grammars have forced since the start.
+    """
+
+    def __init__(
+        self, running: RunningBatch, lifecycle: Lifecycle, fairness: TenantFairness, handoffs: Handoffs
+    ) -> None:
+        self._running = running
+        self._lifecycle = lifecycle
+        self._fairness = fairness
+        self._handoffs = handoffs
+        self.forced_tokens = 0
+
+    def take(self, step: StepInFlight, output: ModelOutput) -> list[RequestOutput]:
+        """Takes what a step computed; returns what each request gets, and ends those that are complete."""
+        outputs: list[RequestOutput] = []
+        for part, failure in output.failures.items():
+            step.requests[part].failure = failure
+        logprobs = output.logprobs
+        for index, (request, tokens) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
+            request.computed += 1
+            request.in_flight -= 1
+            request.unknown -= 1
+            if request.over:
+                if not request.in_flight:
+                    self._lifecycle.finish(request)
+                continue
+            taken = take_tokens(request, tokens, logprobs.get(index, [])) if logprobs else take_tokens(request, tokens)
+            if request.jumps:
+                self.forced_tokens += max(0, len(taken.token_ids) - len(tokens))
+            outputs.append(taken)
+            if taken.finish_reason is not None:
+                self._lifecycle.end(request)
+        first = len(step.decodes)
+        for index, ((request, count), samples) in enumerate(zip(step.chunks, step.samples, strict=True), first):
+            got = self._take_chunk(request, count, samples, index, output)
+            if got is not None:
+                outputs.append(got)
+        return outputs
+
+    def fail(self, steps: Sequence[StepInFlight], error: str) -> list[RequestOutput]:
+        """Ends the requests of steps that have failed; nothing more of them is put into the cache."""
+        outputs: list[RequestOutput] = []
+        for step in steps:
+            step.release_grammars()
+        for request in {request.serial: request for step in steps for request in step.requests}.values():
+            if not request.over:
+                outputs.append(end_output(request, "error", error))
+            request.in_flight = 0
+            request.shared = False
+            self._lifecycle.end(request)
+        return outputs
+
+    def _take_chunk(
+        self, request: Request, count: int, samples: bool, index: int, output: ModelOutput
+    ) -> RequestOutput | None:
+        """Takes a computed chunk of a prompt, the step's ``index``-th part; returns the request's outputs."""
+        start = request.computed
+        if index in output.prompt_logprobs:
+            request.add_prompt_logprobs(start, output.prompt_logprobs[index])
+        request.computed += count
+        request.in_flight -= 1
+        request.unknown -= samples
+        if request.over:
+            if not request.in_flight:
+                self._lifecycle.finish(request)
+            return None
+        taken: RequestOutput | None = None
+        if request.pooling:
+            request.add_pooled(start, output.pooled[index])
+            if request.computed == request.prompt_length:
+                taken = end_output(request, "stop", embedding=request.embedding)
+        elif samples:
+            self._fairness.charge(request.tenant, 1)
+            tokens = output.token_ids[index]
+            taken = take_tokens(request, tokens, output.logprobs.get(index, []))
+            self.forced_tokens += max(0, len(taken.token_ids) - len(tokens))
+        if taken is not None and taken.finish_reason is not None:
+            self._lifecycle.end(request)
+        elif taken is not None and request.hands_off:
+            self._handoffs.offer_whole(request)
+            self._lifecycle.end(request)
+        elif request.hands_off:  # more of the prompt is to come
+            self._handoffs.offer(request)
+        if request.state is RequestState.RUNNING:
+            self._running.commit(request)  # other requests find the prompt from now on
+        return taken
+
+
+# Appends sampled tokens to their request, with those that a grammar then forces; ends the request if it must; reports.
+#
+# O(1) a token. Forced tokens are computed in the next step together, as a chunk of a prompt is.
+
+
+_NO_LOGPROBS: list[TokenLogprobs] = []
+
+
+def stop_tokens(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end a request."""
+    own = frozenset(sampling.stop_token_ids)
+    return own if sampling.ignore_eos else own | eos_token_ids
+
+
+def may_jump(request: Request) -> bool:
+    """Whether tokens that the request's grammar forces may be appended without asking the model.
+
+    They may not if log probabilities are asked for, or if the runner counts tokens (penalties), bans
+    some or calls logit processors.
+    """
+    sampling = request.sampling
+    unbiased = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.0, 0.0, 1.0)
+    free = not (
+        sampling.min_tokens or sampling.allowed_token_ids or sampling.bad_words_ids or sampling.logit_processors
+    )
+    return request.grammar is not None and sampling.logprobs is None and unbiased and free
+
+
+def take_tokens(request: Request, sampled: list[int], logprobs: list[TokenLogprobs] = _NO_LOGPROBS) -> RequestOutput:
+    """Appends the tokens that a step sampled, up to one that ends the request, and those that the grammar forces then.
+
+    The caller ends the request if the answer has a ``finish_reason``.
+
+    Args:
+        request: The tokens' request. Mutated.
+        sampled: At least one; becomes part of the answer. -1: the model's logits were not finite numbers; the request has
+            failed and nothing more of it is shared.
+        logprobs: The tokens' log probabilities, if asked for.
+    """
+    grammar = request.grammar
+    known = request.token_ids
+    before = len(known)
+    reason: FinishReason | None = None
+    error = field = ""
+    for token in sampled:
+        if token < 0:
+            request.shared = False
+            reason, (error, field) = "error", _no_token(request)
+            break
+        if grammar is not None and not grammar.accept(token):
+            reason, error, field = "error", f"grammar: {grammar.error}", "grammar"
+            break
+        known.append(token)
+        if token in request.stops or (grammar is not None and grammar.finished):
+            reason = "stop"
+            break
+        if len(known) >= request.max_length:
+            reason = "length"
+            break
+    if reason is None and request.jumps and grammar is not None:
+        reason = _jump(request, grammar)
+    taken = len(known) - before
+    output = RequestOutput(
+        request.serial,
+        sampled if taken == len(sampled) else known[before:].tolist(),
+        reason,
+        request.prompt_length,
+        len(known) - request.prompt_length,
+        request.cached or 0,
+        error,
+        field,
+        logprobs[:taken] if logprobs else logprobs,
+        request.prompt_logprobs,
+        drafted_tokens=0 if request.drafts is None else request.drafts.drafted,
+        accepted_tokens=0 if request.drafts is None else request.drafts.accepted,
+    )
+    if request.prompt_logprobs:
+        request.prompt_logprobs = []
+    return output
+
+
+def _jump(request: Request, grammar: GrammarState) -> FinishReason | None:
+    """Appends the tokens that the grammar forces; returns why the request ends, if it does."""
+    while (token := grammar.forced()) is not None:
+        accepted = grammar.accept(token)
+        assert accepted, f"the grammar forces token {token}, but does not accept it"
+        request.token_ids.append(token)
+        if token in request.stops or grammar.finished:
+            return "stop"
+        if len(request.token_ids) >= request.max_length:
+            return "length"
+    return None
+
+
+def _no_token(request: Request) -> tuple[str, str]:
+    """Why nothing could be sampled, and the field at fault if the request is."""
+    sampling = request.sampling
+    if sampling.logit_processors:
+        why = request.failure or "the logit processors left no token: all logits are forbidden or not finite numbers"
+        return why, "sampling.logit_processors"
+    if sampling.allowed_token_ids or sampling.bad_words_ids:
+        return "every token is forbidden by allowed_token_ids, bad_words_ids and what else the request asks for", ""
+    return "the model's logits are not finite numbers", ""
+
+
+def end_output(
+    request: Request, reason: FinishReason, error: str = "", error_field: str = "", embedding: bytes = b""
+) -> RequestOutput:
+    """The last output of a request that ends without a token."""
+    return RequestOutput(
+        request.serial,
+        [],
+        reason,
+        request.prompt_length,
+        request.generated,
+        request.cached or 0,
+        error,
+        error_field,
+        _NO_LOGPROBS,
+        request.prompt_logprobs,
+        embedding=embedding,
+    )
+
+
+# The scheduler's part in hand-offs: which prompts and pages are offered to other workers, and what is pulled from them.
+#
+# A request that hands off ends here with its prompt; its pages are kept for the worker that goes on with it
+# (``leases.py``). There its pages are pulled, if need be before it comes (``reads.py``).
+#
+# Complexity: O(pages of the prompt) for each prompt, O(leases) a poll.
+
+
+class Handoffs:
+    """Offers, keeps and pulls pages.
+
+    Args:
+        tiers: The KV cache's lower tiers; None: nothing is handed off.
+        cache: The prefix cache.
+        running: Knows the pages of running requests.
+        page_size: Tokens in a page.
+    """
+
+    def __init__(
+        self, tiers: HierarchicalCache | None, cache: PrefixCache, running: RunningBatch, page_size: int
+    ) -> None:
+        self._tiers = tiers
+        self._cache = cache
+        self._running = running
+        self._page_size = page_size
+
+    @property
+    def _leases(self) -> HandoffLeases | None:
+        return None if self._tiers is None else self._tiers.leases
+
+    def offer(self, request: Request) -> None:
+        """Offers a prompt of which a chunk has been computed: each page is kept from when it is in the host's memory on."""
+        assert self._leases is not None, "the front lets no such request through"
+        self._leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
+
+    def offer_whole(self, request: Request) -> None:
+        """As :meth:`offer`, of a prompt that has been computed: its last ticket follows."""
+        self.offer(request)
+        assert self._leases is not None
+        self._leases.computed(request.serial)
+
+    def offer_chunks(self, chunks: Sequence[tuple[Request, int]]) -> None:
+        """Offers the pages that the coming step fills, if they are many of one prompt: others read them while it computes.
+
+        Args:
+            chunks: Of the step: requests, and how many tokens it computes of each.
+        """
+        if self._tiers is None or self._leases is None or not self._leases.in_parts:
+            return
+        for request, count in chunks:
+            end = min(request.planned + count, request.prompt_length)
+            first, last = request.planned // self._page_size, end // self._page_size
+            if request.hands_off and not request.over and last - first >= self._leases.in_parts:
+                pages, _ = self._running.pages_of(np.array([request.slot]), np.array([end]))
+                width = -(-end // self._page_size)
+                filled = pages.reshape(-1, width)[:, first:last]
+                prompt = request.token_ids[: request.prompt_length]
+                self._tiers.computes(request.slot, request.serial, prompt, first, filled)
+
+    def withdraw(self, request: Request) -> None:
+        """Takes an offer back whose request ends before its prompt has been computed."""
+        if request.hands_off and self._leases is not None:
+            self._leases.withdraw(request.serial)
+
+    def cancel(self, serial: int) -> bool:
+        """Ends what is kept for an aborted request; returns whether its last ticket had not been given."""
+        return self._leases is not None and self._leases.cancel(serial)
+
+    @property
+    def owes_tickets(self) -> bool:
+        """Whether prompts have been computed for which :meth:`poll` has given no ticket yet."""
+        return self._leases is not None and self._leases.offering
+
+    def poll(self) -> list[RequestOutput]:
+        """Ends leases whose time is over, lets go of pages of which nothing was heard for long, and returns as :meth:`tickets`.
+
+        To be called right after all messages were taken: a step may take longer than a lease, and renewals wait meanwhile.
+        """
+        if self._tiers is None:
+            return []
+        if self._tiers.pulls is not None:
+            self._tiers.pulls.lapse()
+        return [] if self._leases is None else _outputs(self._leases.poll())
+
+    def tickets(self) -> list[RequestOutput]:
+        """Outputs for requests of which pages are now kept for another worker.
+
+        While the prompt is still being computed, an output names the pages so far; the request's last output names all.
+        """
+        return [] if self._leases is None else _outputs(self._leases.tickets())
+
+    def keep(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
+        """Renews the leases of some tickets and ends those of others, by the transfers' ids; unknown ones are ignored."""
+        if self._leases is not None:
+            self._leases.renew(renewed)
+            self._leases.release(released)
+
+    def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
+        """Pulls pages for a request that is likely to come, unless they are here already.
+
+        Args:
+            ticket: For some of its prompt's pages.
+            prompt: Empty if an earlier call for the same transfer had it.
+            namespace: The request's.
+        """
+        if self._tiers is not None and self._tiers.pulls is not None:
+            self._tiers.announced(ticket, prompt, namespace, self._cache.probe(prompt, namespace)[0])
+
+
+def _outputs(given: Sequence[tuple[int, HandoffTicket, bool]]) -> list[RequestOutput]:
+    return [
+        RequestOutput(serial, [], "handoff" if complete else None, ticket=ticket) for serial, ticket, complete in given
+    ]
+
+
+# How requests enter and leave the scheduler: accepted or refused, aborted, expired, ended. Each ends exactly once.
+#
+# Complexity: O(1), and a lookup in the cache's third tier when a request comes, and O(its pages) when it ends.
+
+
+class Lifecycle:
+    """Begins and ends requests.
+
+    Args:
+        config: The scheduler's.
+        limit: Most tokens of a request, prompt and output together.
+        waiting: The queue of requests that were let in.
+        running: The batch that admission moves them to.
+        fairness: Is told which tenants are busy.
+        cache: The prefix cache.
+        tiers: The KV cache's lower tiers; None: there are none.
+        handoffs: Keeps pages of requests for other workers.
+
+    Attributes:
+        requests: Those that have not ended, by serial.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limit: int,
+        waiting: WaitingQueue,
+        running: RunningBatch,
+        fairness: TenantFairness,
+        cache: PrefixCache,
+        tiers: HierarchicalCache | None,
+        handoffs: Handoffs,
+    ) -> None:
+        self._config = config
+        self._limit = limit
+        self._waiting = waiting
+        self._running = running
+        self._fairness = fairness
+        self._cache = cache
+        self._tiers = tiers
+        self._handoffs = handoffs
+        self._deadlines = Deadlines()
+        self._arrivals = 0
+        self.requests: dict[int, Request] = {}
+
+    def add(self, request: Request, step: int) -> None:
+        """Lets a request in, before the step of this number; its first tokens are computed in one of the next.
+
+        Raises:
+            InvalidArgumentError: It can never run: its prompt leaves no room in the context.
+            ResourceExhaustedError: The queue is full.
+        """
+        assert request.serial not in self.requests, f"serial {request.serial} is taken"
+        if not request.prompt_length:
+            raise InvalidArgumentError("token_ids is empty: there is no prompt", field="token_ids")
+        if request.prompt_length >= self._limit + bool(request.pooling):
+            raise InvalidArgumentError(
+                f"prompt of {request.prompt_length} tokens leaves no room in the context of {self._limit} tokens",
+                field="token_ids",
+            )
+        if self._config.policy != "priority":
+            request.priority = 0
+        request.whole = self._config.whole_prompts
+        self._waiting.add(request)
+        self.requests[request.serial] = request
+        self._fairness.arrived(request.tenant)
+        if request.deadline is not None:
+            self._deadlines.add(request.serial, request.deadline, self.requests)
+        request.max_length = min(self._limit, request.max_length)
+        request.stops = stop_tokens(request.sampling, self._config.eos_token_ids)
+        request.jumps = self._config.jump_forward and may_jump(request)
+        request.arrival = self._arrivals
+        request.queued_at = step
+        request.size = None
+        self._arrivals += 1
+        if self._tiers is not None:
+            cached = self._cache.probe(request.reusable, request.namespace)[0]
+            request.held = self._tiers.queued(
+                request.serial, request.reusable[:-1], request.namespace, cached, request.ticket
+            )
+
+    def give_away(self, request: Request | None, suits: Callable[[Request], bool]) -> Request | None:
+        """Forgets a waiting request as if it had not come, and returns it, if it has never run and suits the scheduler that is
+        to take it."""
+        if request is None or request.cached is not None or not suits(request):
+            return None
+        self._waiting.remove(request, request.remaining)
+        if self._tiers is not None:
+            self._tiers.settle(request.serial)
+        self._fairness.ended(request.tenant)
+        return self.requests.pop(request.serial)
+
+    def abort(self, serial: int) -> bool:
+        """Ends a request; its pages are free before the next step (after the steps in flight, if it is part of one).
+
+        Returns:
+            Whether there was such a request. It gets no further output.
+        """
+        request = self.requests.get(serial)
+        if request is None or request.over:
+            return self._handoffs.cancel(serial)
+        self.end(request)
+        return True
+
+    def expire(self, now: float) -> list[RequestOutput]:
+        """Ends the requests whose deadline has passed by ``now``, as :meth:`abort` does; returns their last outputs."""
+        outputs: list[RequestOutput] = []
+        for serial in self._deadlines.passed(now):
+            request = self.requests.get(serial)
+            if request is not None and not request.over:
+                outputs.append(end_output(request, "deadline"))
+                self.abort(serial)
+        return outputs
+
+    def end(self, request: Request) -> None:
+        """Ends a request once no step in flight computes it."""
+        self._handoffs.withdraw(request)
+        if request.in_flight:
+            request.over = True
+        else:
+            self.finish(request)
+
+    def finish(self, request: Request) -> None:
+        """Ends a request that no step in flight computes; what is computed of it stays in the cache, if it may be shared."""
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request, request.remaining)
+            request.become(RequestState.FINISHED)
+            if self._tiers is not None:
+                self._tiers.settle(request.serial)
+        else:
+            self._running.stop(request, RequestState.FINISHED, keep=request.shared)
+        if request.grammar is not None:
+            request.grammar.close()
+        self._fairness.ended(request.tenant)
+        del self.requests[request.serial]
+
+
+# When waiting and running requests must end: a heap, with entries of ended requests dropped as they come up.
+#
+# O(log n) for each request. Bound: when entries of ended requests outnumber the others, the heap is rebuilt.
+_LEAST = 64
+
+
+class Deadlines:
+    """Deadlines by serial."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+        self._rebuild_at = _LEAST
+
+    def add(self, serial: int, deadline: float, unfinished: Container[int]) -> None:
+        """Notes a deadline; ``unfinished`` are the serials of requests that have not ended."""
+        if len(self._heap) >= self._rebuild_at:
+            self._heap = [entry for entry in self._heap if entry[1] in unfinished]
+            heapq.heapify(self._heap)
+            self._rebuild_at = max(_LEAST, 2 * len(self._heap))
+        heapq.heappush(self._heap, (deadline, serial))
+
+    def passed(self, now: float) -> list[int]:
+        """Takes out and returns the serials whose deadline has passed, the earliest first; some may have ended before."""
+        passed: list[int] = []
+        while self._heap and self._heap[0][0] <= now:
+            passed.append(heapq.heappop(self._heap)[1])
+        return passed

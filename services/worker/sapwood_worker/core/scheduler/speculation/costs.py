@@ -1,0 +1,223 @@
+"""How long decode steps take, by their requests and sampled positions: measured while they run.
+
+The host's part is in it: what counts is the time from one step's tokens to the next one's. A step that checks drafts is not
+overlapped with the next, so that the first steps after a change from one kind to the other take what belongs to the other; they
+are left out where others are known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+LADDER = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Sampled positions of a step that are told apart."""
+_ENOUGH, _TWICE = 3, 2
+"""Measurements of steps without drafts before any is compared with them, and of those with drafts before they are trusted."""
+_LIKELY = 0.75
+"""How much of the additional time that drafts took with another number of requests is expected here too: less than all, so that
+drafts that may pay are tried."""
+_NEAR = 4
+"""Part of the requests by which others may be more or fewer, for their steps to tell what steps of as many positions take."""
+_WEIGHT = 0.2
+_KEPT = 4096
+"""Steps after which a measurement is forgotten, and is made anew: what is too dear now may not be later."""
+_SHORTEST = 1e-6
+"""Seconds that a step takes at least: a clock may not move during one, and rates are told by dividing by it."""
+
+
+@dataclass(slots=True)
+class _Mean:
+    seconds: float
+    count: int
+    step: int
+    changed: bool = False
+    """Whether its only measurement is of a first step after a change."""
+
+    def add(self, seconds: float, step: int) -> None:
+        """The first two count as the shorter of them, since a first step may compile; a first one after a change says nothing.
+        Later an outlier, such as a step during which the machine did something else, counts as twice the mean at most."""
+        if self.count == 1:
+            self.seconds = seconds if self.changed else min(self.seconds, seconds)
+        else:
+            self.seconds += _WEIGHT * (min(seconds, 2 * self.seconds) - self.seconds)
+        self.count += 1
+        self.step = step
+
+
+class StepCosts:
+    """Measured durations, in seconds."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, _Mean] = {}
+        self._drafted: dict[tuple[int, int], _Mean] = {}
+        self._steps = 0
+        self._drafting = False
+
+    def note(self, rows: int, positions: int, seconds: float) -> None:
+        """Takes the duration of a step of so many requests and sampled positions, which computed no prompt."""
+        self._steps += 1
+        seconds = max(seconds, _SHORTEST)
+        drafting, before = positions > rows, self._drafting
+        self._drafting = drafting
+        if drafting:
+            key = _row_bucket(rows), _rung(positions)
+            known = self._drafted.get(key)
+            if known is None or self._steps - known.step >= _KEPT:
+                self._drafted[key] = _Mean(seconds, 1, self._steps, changed=not before)
+            elif before or known.count < _TWICE:
+                known.add(seconds, self._steps)
+        elif not before:
+            mean = self._plain.get(_row_bucket(rows))
+            if mean is None:
+                self._plain[_row_bucket(rows)] = _Mean(seconds, 1, self._steps)
+            else:
+                mean.add(seconds, self._steps)
+
+    def plain(self, rows: int) -> float | None:
+        """Seconds of a step of so many requests without drafts; None: not known yet."""
+        mean = self._plain.get(_row_bucket(rows))
+        return mean.seconds if mean is not None and mean.count >= _ENOUGH else None
+
+    def known(self, rows: int, positions: int) -> float | None:
+        """Seconds of a step of so many requests that samples so many positions; None: not measured, or too long ago."""
+        return self._fresh(_row_bucket(rows), _rung(positions))
+
+    def _fresh(self, bucket: int, rung: int) -> float | None:
+        mean = self._drafted.get((bucket, rung))
+        fresh = mean is not None and mean.count >= _TWICE and self._steps - mean.step < _KEPT
+        return mean.seconds if mean is not None and fresh else None
+
+    def ceiling(self, rows: int, positions: int) -> float:
+        """What a step of so many requests and positions takes if a position takes as long as in the largest smaller step that is
+        known; :meth:`plain` must be. What takes longer when it is first measured, such as one that compiles, will not again."""
+        at, seconds = rows, self._plain[_row_bucket(rows)].seconds
+        for rung in LADDER:
+            if rung >= positions:
+                break
+            if rung > rows and (known := self.known(rows, rung)) is not None:
+                at, seconds = rung, known
+        return seconds * positions / at
+
+    def curve(self, rows: int, most: int) -> list[tuple[int, float, bool]]:
+        """What steps of so many requests take that sample up to so many positions; :meth:`plain` must be known.
+
+        Returns:
+            For each rung, ascending: its positions; what such a step takes, or the least that it takes (more positions take no
+                less time, and with another number of requests as much more time was measured); and whether the time is known,
+                for so many requests or about as many.
+        """
+        bucket = _row_bucket(rows)
+        seconds = plain = self._plain[bucket].seconds
+        found = []
+        for rung in LADDER:
+            if rung > rows:
+                known = self._fresh(bucket, rung)
+                if known is None:
+                    known = self._beside(rows, rung, plain)
+                if known is None:
+                    seconds = max(seconds, plain + _LIKELY * self._longer(rows, rung - rows))
+                else:
+                    seconds = max(seconds, known)
+                found.append((rung, seconds if known is None else known, known is not None))
+                if rung >= most:
+                    break
+        return found
+
+    def _beside(self, rows: int, rung: int, plain: float) -> float | None:
+        """What a step of so many positions takes, by what it takes with the nearest number of requests; None: that is far."""
+        for apart in range(1, max(1, rows // _NEAR) + 1):
+            for others in (rows + apart, rows - apart):
+                usual = self.plain(others) if 0 < others < rung else None
+                known = self._fresh(_row_bucket(others), rung)
+                if known is not None and usual is not None:
+                    return max(plain, known + plain - usual)
+        return None
+
+    def _longer(self, rows: int, drafted: int) -> float:
+        """How many seconds longer than without drafts a step of the number of requests nearest to these took that drafted no more
+        tokens than so many; 0: none is known."""
+        found: tuple[int, int, float] | None = None
+        for (others, rung), mean in self._drafted.items():
+            fresh = mean.count >= _TWICE and self._steps - mean.step < _KEPT
+            if not fresh or rung - others > drafted or (plain := self.plain(others)) is None:
+                continue
+            longer = (mean.seconds - plain) * min(1.0, rows / others)
+            found = min(found or (rows + others, 0, 0.0), (abs(rows - others), others - rung, longer))
+        return 0.0 if found is None else found[2]
+
+    def stale(self, rows: int, steps: int) -> bool:
+        """Whether no step of so many requests without drafts was measured among the last so many steps."""
+        mean = self._plain.get(_row_bucket(rows))
+        return mean is not None and self._steps - mean.step >= steps
+
+
+def _row_bucket(rows: int) -> int:
+    """Numbers of requests whose steps are taken to last alike are one."""
+    return rows if rows <= 16 else -(-rows // 4) * 4 if rows <= 64 else -(-rows // 16) * 16
+
+
+def _rung(positions: int) -> int:
+    return LADDER[min(bisect_left(LADDER, positions), len(LADDER) - 1)]
+
+
+# How long it takes to make drafts that are computed, by their requests and the tokens of the longest: measured meanwhile.
+
+
+_OUTLIER = 2.0
+_LIKELY_OF_DRAFT = 0.5
+"""What a further token of a draft takes of what a token of a shorter one took, until two lengths are known."""
+
+
+@dataclass(slots=True)
+class _DraftMean:
+    seconds: float
+    count: int = 1
+
+    def add(self, seconds: float) -> None:
+        """Takes a duration. Of the first two only the shorter one counts."""
+        if self.count < _TWICE:
+            self.seconds = min(self.seconds, seconds)
+        else:
+            self.seconds += _WEIGHT * (min(seconds, _OUTLIER * self.seconds) - self.seconds)
+        self.count += 1
+
+
+class DraftCosts:
+    """Measured durations, in seconds."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, dict[int, _DraftMean]] = {}
+
+    def note(self, rows: int, longest: int, seconds: float) -> None:
+        """Drafts for so many requests, the longest of so many tokens, took so long."""
+        means = self._means.setdefault(rows, {})
+        if longest in means:
+            means[longest].add(seconds)
+        else:
+            means[longest] = _DraftMean(seconds)
+
+    def of(self, rows: int, longest: int) -> float | None:
+        """What such drafts take, if nothing is known of their length what shorter and longer ones let expect; None: of no
+        length anything is known."""
+        known = sorted(
+            (length, mean.seconds) for length, mean in self._means.get(rows, {}).items() if mean.count >= _TWICE
+        )
+        if not known:
+            return None
+        at = bisect_left(known, (longest, 0.0))
+        if at < len(known) and known[at][0] == longest:
+            return known[at][1]
+        if at == 0:  # a draft takes something whatever its length
+            length, seconds = known[0]
+            return seconds * (1 + longest / length) / 2
+        length, seconds = known[at - 1]
+        if at < len(known):
+            further, later = known[at]
+            each = (later - seconds) / (further - length)
+        elif at > 1:
+            nearer, earlier = known[at - 2]
+            each = max(0.0, seconds - earlier) / (length - nearer)
+        else:
+            each = _LIKELY_OF_DRAFT * seconds / length
+        return seconds + (longest - length) * each

@@ -1,0 +1,274 @@
+"""All-to-all for experts: rows that go from rank to rank by their experts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.experts.payload import GROUP, RowShape, from_float8, to_float8
+from sapwood_kernels.experts.triton_dispatch import PeerRows
+from sapwood_kernels.native.products import NativeLibrary, load_library
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.ranks.triton_meeting import WAIT_FOREVER
+from sapwood_worker.model.distributed.all_reduce import add_up
+from sapwood_worker.model.distributed.calibration import Replay, as_it_is
+from sapwood_worker.model.distributed.expert_exchange import ExpertExchange, RowWays, count
+from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.own_rows import OwnRows
+from sapwood_worker.model.distributed.peer_sums import PeerMemory
+from sapwood_worker.model.distributed.shared_parts import SharedMeeting
+
+logger = logging.getLogger(__name__)
+
+
+_TRIAL_TRIES = 1 << 23
+"""How often signals are looked for while it is tried: some seconds, in which another rank may yet compile the kernel."""
+
+
+class PeerWays:
+    """Implements :class:`~sapwood_worker.model.distributed.expert_exchange.RowWays`; made by all ranks together.
+
+    Args:
+        group: The ranks, on one host.
+        shape: The rows.
+        most_rows: Rows of a rank at a time, at most.
+        device: This rank's GPU, with its index.
+
+    Until :meth:`wait_forever` is called, it gives up, and is wrong, where signals do not come.
+
+    Raises:
+        RuntimeError: The ranks do not reach each other's memory.
+    """
+
+    def __init__(self, group: Group, shape: RowShape, most_rows: int, device: torch.device) -> None:
+        self.shape, self.most_rows = shape, most_rows
+        memory = PeerMemory(group, PeerRows.region_bytes(shape, most_rows, group.size), device)
+        self._rows = PeerRows(memory.addresses, group.rank, shape, most_rows, device)
+        self._tries = _TRIAL_TRIES
+        self.moved = self._rows.moved
+
+    def wait_forever(self) -> None:
+        """Ends the trial: calls from now on wait for signals for as long as it takes."""
+        self._tries = WAIT_FOREVER
+
+    def dispatch(
+        self, x: Tensor, ids: Tensor, weights: Tensor, holders: Tensor, rows: int, counts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._rows.dispatch(x, ids, weights, holders, rows, counts, self._tries)
+
+    def combine(self, part: Tensor, holders: Tensor, rows: int) -> Tensor:
+        return self._rows.combine(part, holders, rows, self._tries)
+
+
+# The registry of rows' ways, by the kind of device, and the trial that says whether they are used.
+
+
+_MOST_BYTES = 128 << 20
+"""Bytes of a rank's region, about: 580 rows of DeepSeek-V3's width for each of 8 ranks."""
+_MOST_ROWS = 1024
+_SECONDS = 1800.0
+"""Seconds after which a CPU rank that does not come is an error: another may yet read its weights."""
+_TURNS = 3
+
+
+def choose_exchange(group: Group, rows: OwnRows, shape: RowShape, ops: DeviceOps) -> ExpertExchange | None:
+    """What sends rows to the ranks of their experts, if it is right on this machine; called by all ranks together.
+
+    Args:
+        group: The ranks, each of which has some of the experts.
+        rows: What each rank has.
+        shape: The rows.
+        ops: The device's operations.
+    """
+    bytes_each = group.size * (shape.row_bytes + shape.sum_bytes + 8 * shape.chosen + 16)
+    most_rows = max(1, min(_MOST_ROWS, _MOST_BYTES // bytes_each))
+    make = _WAYS.get(ops.device.type)
+    found = None if make is None else make(group, shape, most_rows, ops.device)
+    if found is None:
+        logger.warning("--expert-parallel dispatch: ranks do not share memory here: rows go to all ranks")
+        return None
+    ways, replay, end_trial = found
+    if fault := _fault(group, ways, ops, replay):
+        logger.warning("--expert-parallel dispatch: it is not used, rows go to all ranks: %s", fault)
+        return None
+    end_trial()
+    kept = "float8" if shape.float8 else shape.dtype
+    logger.info("experts: up to %d rows of a rank go to the ranks of their experts only, in %s", most_rows, kept)
+    exchange = ExpertExchange(group, rows, ways, ops)
+    exchange.forget()
+    return exchange
+
+
+def _fault(group: Group, ways: RowWays, ops: DeviceOps, replay: Replay) -> str:
+    """What is wrong with them, on any rank; empty: nothing."""
+    for rows in dict.fromkeys((1, min(5, ways.most_rows), min(70, ways.most_rows))):
+        said = group.exchange(_try(group, ways, rows, ops, replay), str)
+        faults = [(rank, each) for rank, each in enumerate(said) if each]
+        if faults:  # all ranks stop here
+            return "rank {}: {}".format(*faults[0])
+    return ""
+
+
+@torch.inference_mode()
+def _try(group: Group, ways: RowWays, rows: int, ops: DeviceOps, replay: Replay) -> str:
+    """What is wrong with them for so many rows, here: once as they come, then again and again as steps do."""
+    shape, device, experts = ways.shape, ops.device, ways.shape.experts
+    each = experts // group.size
+    x = torch.empty(rows, shape.width, dtype=shape.dtype, device=device)
+    ids = torch.empty(rows, shape.chosen, dtype=torch.int64, device=device)
+    weights = torch.empty(rows, shape.chosen, dtype=torch.float32, device=device)
+    holders, counts = torch.empty_like(ids), torch.zeros(experts, dtype=torch.int64, device=device)
+    out = torch.empty_like(x)
+    here = range(group.rank * each, (group.rank + 1) * each)
+
+    def run() -> None:
+        found = ways.dispatch(x, ids, weights, holders, rows, counts)
+        out.copy_(ways.combine(_made(*found, here), holders, rows))
+
+    said, call = "", run
+    for turn in range(_TURNS):
+        draw = torch.Generator(device).manual_seed(1000 * turn + group.rank)
+        x.copy_(torch.randn(x.shape, generator=draw, device=device))
+        ids.copy_(torch.rand(rows, experts, generator=draw, device=device).topk(shape.chosen).indices)
+        ids[0, 0] = experts  # none
+        weights.copy_(torch.rand(weights.shape, generator=draw, device=device))
+        holders.copy_(ids // each)
+        every = [group.gather_rows(tensor) for tensor in (x, ids, weights)]
+        try:
+            if turn == 1:
+                call = replay(run)
+            counts.zero_()
+            call()
+            if wrong := _wrong(group, shape, every, out, counts):
+                said = f"{wrong} of {rows} rows of {shape.width} numbers"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+    return said
+
+
+def _made(x: Tensor, ids: Tensor, weights: Tensor, here: range) -> Tensor:
+    """What made-up experts make of rows: each row times the sum of its weights for the experts that are here."""
+    mine = (ids >= here.start) & (ids < here.stop)
+    return x * torch.where(mine, weights, 0.0).sum(1, keepdim=True).to(x.dtype)
+
+
+def _wrong(group: Group, shape: RowShape, every: Sequence[Tensor], out: Tensor, counts: Tensor) -> str:
+    """What came out wrong, given all ranks' rows, experts and weights; empty: nothing."""
+    x, ids, weights = every
+    if shape.float8:
+        x = from_float8(*to_float8(x), x.dtype)
+    each = shape.experts // group.size
+    parts = [_made(x, ids, weights, range(rank * each, (rank + 1) * each)) for rank in range(group.size)]
+    whole, counted = torch.empty_like(x), torch.zeros_like(counts)
+    add_up(parts, whole)
+    count(ids, counted)
+    own = whole.chunk(group.size)[group.rank]
+    found = {"the sums": torch.equal(out, own), "the counts": torch.equal(counts, counted)}
+    return next((name for name, right in found.items() if not right), "")
+
+
+_Found = tuple[RowWays, Replay, Callable[[], None]]
+
+
+def _on_cpus(group: Group, shape: RowShape, most_rows: int, device: torch.device) -> _Found | None:
+    library = load_library()
+    if not all(group.exchange(library is not None and hasattr(os, "memfd_create"), bool)):
+        return None
+    assert library is not None
+    return SharedRows(group, shape, most_rows, library, _SECONDS), as_it_is, lambda: None
+
+
+def _on_gpus(group: Group, shape: RowShape, most_rows: int, device: torch.device) -> _Found | None:
+    from sapwood_worker.model.distributed.dispatch import PeerWays  # only CUDA builds of torch have triton
+    from sapwood_worker.model.distributed.peer_sums import captured
+
+    try:
+        ways = PeerWays(group, shape, most_rows, device)
+    except RuntimeError as error:
+        logger.warning("experts: %s", error)
+        return None
+    return ways, captured, ways.wait_forever
+
+
+_WAYS: Mapping[str, Callable[[Group, RowShape, int, torch.device], _Found | None]] = {"cpu": _on_cpus, "cuda": _on_gpus}
+
+
+# Rows' ways between CPU processes of one host, over memory that they share.
+class SharedRows:
+    """Implements :class:`~sapwood_worker.model.distributed.expert_exchange.RowWays`; made by all ranks together.
+
+    The memory has one place for each row of each rank at each rank. They are written again without more ado: a rank that begins
+    the next dispatch has met all others in this one's return, which they begin when their experts are done with the rows.
+
+    Args:
+        group: The ranks.
+        shape: The rows.
+        most_rows: Rows of a rank at a time, at most.
+        library: The compiled library.
+        seconds: Seconds after which a rank that does not come is an error.
+    """
+
+    def __init__(self, group: Group, shape: RowShape, most_rows: int, library: NativeLibrary, seconds: float) -> None:
+        self.shape, self.most_rows = shape, most_rows
+        self.moved = torch.zeros(2, dtype=torch.int64)
+        self._rank, self._size = group.rank, group.size
+        pairs = self._size, self._size, most_rows  # the rank that gets the row, and the rank that sent it
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((self._size, most_rows, shape.chosen), torch.int64),
+            ((self._size, most_rows, shape.chosen), torch.float32),
+            (pairs, torch.bool),
+            ((*pairs, shape.width), torch.float8_e4m3fn if shape.float8 else shape.dtype),
+            ((*pairs, -(-shape.width // GROUP)), torch.uint8),
+            ((*pairs, shape.width), shape.dtype),
+        ]
+        sizes = [-(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64 for shape, dtype in kinds]
+        self._meeting = SharedMeeting(group, library, sum(sizes), seconds)
+        parts = [
+            part[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+            for part, (shape, dtype) in zip(torch.split(self._meeting.content, sizes), kinds, strict=True)
+        ]
+        self._ids, self._weights, self._came, self._rows, self._exponents, self._sums = parts
+
+    def dispatch(
+        self, x: Tensor, ids: Tensor, weights: Tensor, holders: Tensor, rows: int, counts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rank, own, shape = self._rank, len(x), self.shape
+        self._ids[rank, :rows] = shape.experts
+        self._ids[rank, :own] = ids
+        self._weights[rank, :rows] = 0
+        self._weights[rank, :own] = weights
+        self._came[:, rank, :rows] = False
+        codes, exponents = to_float8(x) if shape.float8 else (x, None)
+        for target in range(self._size):
+            mine = (holders == target).any(1).nonzero()[:, 0]
+            self._came[target, rank, mine] = True
+            self._rows[target, rank, mine] = codes[mine]
+            if exponents is not None:
+                self._exponents[target, rank, mine] = exponents[mine]
+        self._meeting.wait()
+        came = self._came[rank, :, :rows]
+        found = x.new_empty(self._size, rows, shape.width)
+        taken = self._rows[rank, :, :rows][came]
+        found[came] = from_float8(taken, self._exponents[rank, :, :rows][came], x.dtype) if shape.float8 else taken
+        every = self._ids[:, :rows].flatten(0, 1)
+        count(every, counts)
+        everywhere = self._came[:, :, :rows]
+        self.moved[0] += everywhere.sum() - everywhere.diagonal().sum()
+        self.moved[1] += (every < shape.experts).any(1).sum()
+        return found.flatten(0, 1), every, self._weights[:, :rows].flatten(0, 1)
+
+    def combine(self, part: Tensor, holders: Tensor, rows: int) -> Tensor:
+        rank, parts = self._rank, part.view(self._size, rows, -1)
+        for source in range(self._size):
+            came = self._came[rank, source, :rows].nonzero()[:, 0]
+            self._sums[source, rank, came] = parts[source, came]
+        self._meeting.wait()
+        total = torch.zeros(len(holders), self.shape.width)
+        for target in range(self._size):
+            here = (holders == target).any(1).nonzero()[:, 0]
+            total[here] += self._sums[rank, target, here].float()
+        return total.to(part.dtype)

@@ -1,1 +1,0 @@
-"""Rows that go from rank to rank by their experts. Knows no layers."""

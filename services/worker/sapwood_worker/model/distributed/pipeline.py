@@ -1,0 +1,146 @@
+"""Stages of a pipeline: what they give each other, and the steps that are cut for them.
+
+Sends have a queue of the device's beside the one that computes, and a buffer each. So a stage computes on while what it has sent
+waits for its receiver, which may still compute an earlier step. The rest is exchanged on the queue that computes: nothing there
+goes on without it, and a receive that waited beside would take multiprocessors from the computation meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.records.step import Step
+
+
+class StageLink:
+    """A stage's ways to the others.
+
+    Args:
+        stages: The stages; this rank's place among them is its stage.
+        width: Numbers of a token's hidden state.
+        dtype: Their dtype.
+        ops: The device's operations.
+
+    Attributes:
+        first, last: Whether no stage comes before, or after, this one.
+        alone: Both: there is nothing to exchange.
+    """
+
+    def __init__(self, stages: Group, width: int, dtype: torch.dtype, ops: DeviceOps) -> None:
+        self.first, self.last = stages.rank == 0, stages.rank == stages.size - 1
+        self.alone = self.first and self.last
+        self._stages, self._width, self._dtype, self._device = stages, width, dtype, ops.device
+        if not self.last:
+            self._sending = ops.side_queue()
+
+    def receive(self, tokens: int) -> Tensor:
+        """[tokens, width]: what the stage before sends next."""
+        return self._stages.receive(self.empty(tokens), self._stages.rank - 1)
+
+    def send(self, hidden: Tensor) -> None:
+        """Sends [T, width] to the next stage; it may be overwritten at once."""
+        own = hidden.clone()
+        with self._sending.behind(own):
+            self._stages.send(own, self._stages.rank + 1)
+
+    def spread(self, hidden: Tensor) -> Tensor:
+        """Overwrites [R, width] with what the last stage has there; called by all stages. Returns it."""
+        return self._stages.broadcast(hidden, self._stages.size - 1)
+
+    def empty(self, tokens: int) -> Tensor:
+        """[tokens, width], undefined."""
+        return torch.empty(tokens, self._width, dtype=self._dtype, device=self._device)
+
+
+# Cuts a step into micro-batches, so that all stages of a pipeline compute at once.
+
+
+_FEWEST_TOKENS = 16
+"""Tokens of a micro-batch, at least."""
+_TRIES = 3
+
+
+class MicroBatches:
+    """What a step is cut into: token after token in order, so that a part of a prompt may begin in one and end in the next.
+
+    A stage takes ``fixed + n * each`` seconds for n tokens. M micro-batches of T tokens together are through S stages after
+    ``(M + S - 1) * (fixed + T / M * each)``, which is least for ``M = sqrt((S - 1) * T * each / fixed)``. A step of decodes takes
+    about as long for one token as for many, so it stays whole.
+
+    Args:
+        stages: Stages: S.
+        fixed: Seconds that a stage takes however few tokens there are.
+        each: Seconds for each token more.
+
+    Attributes:
+        reason: What a stage takes, for people.
+    """
+
+    def __init__(self, stages: int, fixed: float, each: float) -> None:
+        self._ratio = (stages - 1) * each / max(fixed, 1e-9)
+        self.reason = f"a stage takes {fixed * 1e3:.2f} ms and {each * 1e6:.1f} us for each token"
+
+    def count(self, tokens: int) -> int:
+        """Into how many a step of so many tokens is cut."""
+        return max(1, min(round(math.sqrt(self._ratio * tokens)), tokens // _FEWEST_TOKENS))
+
+    def of(self, step: Step) -> list[Step]:
+        """The step's micro-batches, about equally large. They sample nothing by themselves."""
+        total = len(step.token_ids)
+        count = self.count(total)
+        if count == 1:
+            return [step]
+        return [_cut(step, start, end) for start, end in pairwise(total * i // count for i in range(count + 1))]
+
+
+def measured(parallel: Parallel, compute: Callable[[int], object], most: int) -> MicroBatches:
+    """Cuts by what steps of few tokens and of ``most`` take; called by all ranks together.
+
+    Args:
+        parallel: The groups; of several stages.
+        compute: Computes a step of so many tokens to its end.
+        most: Tokens of the larger step.
+    """
+    few = min(_FEWEST_TOKENS, most)
+    seconds = []
+    for tokens in (few, most):
+        tries = []
+        for _ in range(_TRIES):  # the first is slower
+            began = time.perf_counter()
+            compute(tokens)
+            tries.append(time.perf_counter() - began)
+        seconds.append(min(tries))
+    # All ranks take the slowest one's seconds, so that they cut steps alike.
+    stages = parallel.pp.size
+    short, long = (max(each) / stages for each in zip(*parallel.exchange(seconds, list[float]), strict=True))
+    each = max(long - short, 0.0) / max(most - few, 1)
+    return MicroBatches(stages, max(short - few * each, short / 2), each)
+
+
+def _cut(step: Step, start: int, end: int) -> Step:
+    """What computes the step's tokens from ``start`` up to ``end``."""
+    ends = np.cumsum(step.counts)
+    begins = ends - step.counts
+    own = (begins < end) & (ends > start)
+    first = np.maximum(begins[own], start)
+    counts = np.minimum(ends[own], end) - first
+    return replace(
+        step,
+        rows=step.rows[own],
+        starts=step.starts[own] + first - begins[own],
+        counts=counts,
+        samples=np.zeros_like(counts),
+        token_ids=step.token_ids[start:end],
+        pages=step.pages[own],
+    )

@@ -1,1 +1,0 @@
-"""Runners of draft models and heads, and what they draft."""

@@ -1,0 +1,431 @@
+"""How much memory a runner's pools get, on the device and on the host, and the step that measures it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sapwood_common.errors import ConfigError
+from sapwood_kernels.attention.cudnn_lengths import lengths
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.attention.paged import LEAST_SPARED, PagedAttention
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
+from sapwood_worker.model.pools.host_pool import (
+    HostPool,
+    PageOrder,
+    RankPart,
+    SharedMemory,
+    available_memory,
+    host_pool_pages,
+    pool_bytes,
+)
+from sapwood_worker.model.pools.pool_over_hosts import DistantPages, PoolOverHosts, join_hosts
+from sapwood_worker.model.runner.forward_batch import ForwardBatch, build_forward_batch
+from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.model.sizes import Sizes
+from sapwood_worker.records.kv_layout import KVLayout, WindowGroup
+from sapwood_worker.records.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+# How much of a GPU's memory is left for the KV cache: measured by a trial of the largest step, not guessed.
+def measure_pool_bytes(device: torch.device, fraction: float, trial: Callable[[], int]) -> int:
+    """Bytes for the cache, so that with the weights and the largest step ``fraction`` of the device's memory is used.
+
+    Args:
+        device: A CUDA device, with the weights on it.
+        fraction: In (0, 1]; memory that other programs use counts as used.
+        trial: Computes the largest step with all of a runner's buffers and a small cache; returns that cache's bytes.
+
+    Raises:
+        ConfigError: No memory is left.
+    """
+    _release(device)
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    cache = trial()
+    torch.cuda.synchronize(device)
+    step = torch.cuda.max_memory_reserved(device) - before - cache
+    _release(device)
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free
+    left = int(total * fraction) - used - step
+    logger.info(
+        "memory: %.1f of %.1f GiB used, %.1f for the largest step, %.1f for the KV cache",
+        used / _GIB, total / _GIB, step / _GIB, left / _GIB,
+    )  # fmt: skip
+    if left <= 0:
+        raise ConfigError(
+            f"--memory-fraction {fraction}: of {total / _GIB:.1f} GiB {used / _GIB:.1f} are used and a step needs "
+            f"{step / _GIB:.1f} more: nothing is left for the KV cache"
+        )
+    return left
+
+
+def _release(device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+SCRATCH_PAGES = 1
+"""Pages of a pool beyond those that the scheduler knows of: padding rows write there."""
+
+
+class PoolBuilder:
+    """Makes the pools of one model.
+
+    Args:
+        options: The runner's.
+        layout: What a page holds on this rank.
+        sizes: What runs at once.
+        device: Where the pages are.
+        scales: Of keys and values in float8; None: they are not.
+        parallel: The ranks, all of which get as many pages as the one with the least room.
+    """
+
+    def __init__(
+        self,
+        options: RunnerOptions,
+        layout: KVLayout,
+        sizes: Sizes,
+        device: torch.device,
+        scales: KVScales | None,
+        parallel: Parallel,
+    ) -> None:
+        self._options = options
+        self._layout = layout
+        self._sizes = sizes
+        self._device = device
+        self._scales = scales
+        self._parallel = parallel
+
+    def build(self, counts: Sequence[int]) -> DevicePool:
+        """A pool of so many pages in each group of the layout, beside the scratch pages.
+
+        Raises:
+            ConfigError: They are too few, or there is no memory for them.
+        """
+        running = self._sizes.max_running
+        if counts[0] < running:
+            raise ConfigError(
+                f"the KV cache holds {counts[0]} pages of {self._options.page_size} tokens, fewer than the "
+                f"{running} requests that may run: give it more memory or lower --max-running"
+            )
+        return build_device_pool(self._layout, [count + SCRATCH_PAGES for count in counts], self._device, self._scales)
+
+    def trial(self, longest: int) -> tuple[list[int], DevicePool]:
+        """The prompts of a step with the most tokens, by their lengths of at most ``longest``, and a pool that holds them."""
+        running, step_tokens = self._sizes.max_running, self._sizes.max_step_tokens
+        prompts = [min(longest, step_tokens)]
+        while sum(prompts) < step_tokens and len(prompts) < running:
+            prompts.append(min(longest, step_tokens - sum(prompts)))
+        needed = sum(-(-length // self._options.page_size) for length in prompts)
+        return prompts, self.build([max(needed, running)] * len(self._layout.groups))
+
+    def page_counts(self, num_pages: int | None, beside: int, try_step: Callable[[], int]) -> tuple[int, ...]:
+        """The pages of each group of the layout, for good.
+
+        Args:
+            num_pages: Pages of the first group; None: as many as the memory holds.
+            beside: Bytes that another model keeps of each page, out of the same memory.
+            try_step: Computes the largest step with all of a runner's buffers and a trial pool; returns that pool's bytes.
+
+        Raises:
+            ConfigError: There is no memory for them.
+        """
+        sizes, memory = self._sizes, self._sizes.cache_bytes
+        if num_pages is None and memory is None:
+            memory = measure_pool_bytes(self._device, self._options.memory_fraction, try_step)
+        own_bytes = self._layout.page_bytes
+        share = own_bytes / (own_bytes + beside)
+        own = plan_pages(
+            self._layout,
+            num_pages,
+            int((memory or 0) * share),
+            sizes.max_running,
+            sizes.max_step_tokens,
+            alone=not beside,
+        )
+        return tuple(map(min, zip(*self._parallel.exchange(own, tuple[int, ...]), strict=True)))
+
+
+_GIB = 1 << 30
+
+
+def build_device_pool(
+    layout: KVLayout, counts: Sequence[int], device: torch.device, scales: KVScales | None
+) -> DevicePool:
+    """The pages.
+
+    Args:
+        layout: What a page holds.
+        counts: Pages of each group of the layout, the scratch page included.
+        device: Where they lie.
+        scales: The factors of a float8 pool.
+
+    Raises:
+        ConfigError: The device does not have that much memory free. A CPU would have it until the pages are written, and its
+            kernel would then end some process.
+    """
+    wanted = sum(count * layout.group_bytes(group) for group, count in enumerate(counts))
+    if device.type == "cpu" and wanted > (free := available_memory() or wanted):
+        raise _too_large(wanted, f"the {free / _GIB:.1f} GiB of memory that are free")
+    try:
+        return DevicePool(layout, counts, device, scales)
+    except torch.OutOfMemoryError:
+        raise _too_large(wanted, f"what is free of {device}") from None
+
+
+def _too_large(wanted: int, room: str) -> ConfigError:
+    return ConfigError(
+        f"the KV cache of {wanted / _GIB:.1f} GiB does not fit in {room}: give --kv-cache-gb or --num-pages less"
+    )
+
+
+# How the KV cache's memory is divided between layers that keep all tokens and layers that keep a window of them.
+_LONG = 16
+"""Unless there is memory for the windows of all requests that may run, it does for requests of so many times a window's pages."""
+
+
+def plan_pages(
+    layout: KVLayout,
+    num_pages: int | None,
+    memory: int,
+    max_running: int,
+    max_step_tokens: int,
+    *,
+    alone: bool = True,
+) -> tuple[int, ...]:
+    """The pages of each group of the layout.
+
+    The windows get pages for all requests that may run and for the prompts of two steps, if that leaves the others at least
+    ``_LONG`` times as many; never more than the others. Where no layer keeps anything in the first group's pages, the windows
+    have all the memory, and the others are ``_LONG`` times as many.
+
+    Args:
+        layout: The layout.
+        num_pages: Pages of the first group; None: as many as the memory holds.
+        memory: Bytes for all of them, unless ``num_pages`` is given.
+        max_running: Most requests that run at once.
+        max_step_tokens: Most tokens of a step.
+        alone: Whether no other model keeps something for each page of the first group.
+
+    Raises:
+        ConfigError: A window's pages would not do for a single request.
+    """
+    groups = range(1, len(layout.groups))
+    bytes_of = [layout.group_bytes(group) for group in (0, *groups)]
+    computed = 2 * -(-max_step_tokens // layout.page_size)
+    wanted = [max_running * WindowGroup(layout.reach(group), 0).least(layout.page_size) + computed for group in groups]
+    if num_pages is None and not bytes_of[0]:  # all layers have windows, perhaps those of a pipeline's stage only
+        even = memory // layout.page_bytes
+        num_pages, windows = even * (_LONG if alone else 1), [even] * len(wanted)
+    elif num_pages is None:
+        even = memory // layout.page_bytes
+        # As many as a first group _LONG times as large leaves room for.
+        most = memory // (sum(bytes_of[1:]) + _LONG * bytes_of[0]) if wanted else 0
+        windows = [
+            min(even, each, max(most, _least(layout, group))) for group, each in zip(groups, wanted, strict=True)
+        ]
+        left = memory - sum(count * size for count, size in zip(windows, bytes_of[1:], strict=True))
+        num_pages = left // bytes_of[0]
+    else:
+        windows = [min(num_pages, each) for each in wanted]
+    for group, count in zip(groups, windows, strict=True):
+        if count < min(_least(layout, group), num_pages):
+            raise ConfigError(
+                f"the KV cache holds {count} pages of {layout.page_size} tokens for layers that see {layout.groups[group]} "
+                f"tokens, fewer than the {_least(layout, group)} that a request needs: give it more memory"
+            )
+    return (num_pages, *windows)
+
+
+def _least(layout: KVLayout, group: int) -> int:
+    return WindowGroup(layout.reach(group), 0).least(layout.page_size)
+
+
+# The KV cache's second tier, in the host's memory, which the ranks of a host share.
+
+
+def build_host_pool(
+    options: RunnerOptions, layout: KVLayout, whole: KVLayout, num_pages: int, parallel: Parallel
+) -> HostPool | None:
+    """The second tier; None: the options want none. Each rank has its part of every record.
+
+    Where the ranks of a stage keep the same, there is one part, to which all write the same bytes. Ranks with requests of their
+    own have a tier each, all equally large; the first, which decides for all, has the others' too. What it needs of
+    other hosts it gets over a connection.
+
+    Args:
+        options: Say how large it is.
+        layout: What this rank keeps of a page.
+        whole: What one rank would keep that has everything.
+        num_pages: Pages on the device.
+        parallel: The groups of ranks.
+    """
+    if not options.host_cache_gb and not options.host_cache_ratio:
+        return None
+    if parallel.rows is not None:  # each rank has pages of its own requests
+        own = host_pool_pages(
+            page_bytes=parallel.tp.size // options.nodes * layout.page_bytes,
+            num_device_pages=num_pages,
+            gigabytes=options.host_cache_gb,
+            ratio=options.host_cache_ratio,
+        )
+        return _pools_of_ranks(min(parallel.exchange(own, int)), layout, options, parallel)
+    rank, each = parallel.pp.rank * parallel.tp.size + parallel.tp.rank, parallel.tp.size * parallel.pp.size
+    each //= options.nodes
+    first = rank // each * each
+    own = layout.page_bytes
+    # A rank that keeps the same as the one before it on this host has no part of its own.
+    shares = layout.replicated and parallel.tp.rank > 0 and rank > first
+    layouts = parallel.exchange(None if shares else layout, KVLayout | None)
+    parts = [0 if other is None else other.page_bytes for other in layouts]
+    start = sum(parts[first:rank]) - (own if shares else 0)
+    size = sum(parts[first : first + each])
+    leads = rank == first
+    pages = 0
+    if rank == 0:
+        pages = host_pool_pages(
+            page_bytes=size,
+            num_device_pages=num_pages,
+            gigabytes=options.host_cache_gb,
+            ratio=options.host_cache_ratio,
+        )
+    if parallel.tp.size == parallel.pp.size == 1:
+        shared = SharedMemory.create(pool_bytes(pages, size)) if options.share_host_cache else None
+        return HostPool(pages, size, shared)
+    pages = parallel.exchange(pages, int)[0]
+    ranks = parallel.tp.size
+    every_part = [
+        RankPart(sum(parts[:number]), other, number % ranks, ranks)
+        for number, other in enumerate(layouts)
+        if other is not None
+    ]
+    order = PageOrder(whole, every_part) if options.nodes == 1 or rank == 0 else None
+    mine = slice(start, start + own)
+    if options.nodes == 1:
+        memory = _shared(parallel, pool_bytes(pages, size, order) if leads else 0, first)
+        return HostPool(pages, size, memory, mine, order)
+    memory = _shared(parallel, pool_bytes(pages, size) if leads else 0, first)
+    serving = range(each, ranks * parallel.pp.size, each)
+    plain = HostPool(pages, size, memory, mine)
+    ways = join_hosts(rank, parallel.exchange, plain if rank in serving else None, serving, options.meeting_host)
+    if order is None:
+        return plain
+    ends = [sum(parts[:number]) for number in (*serving, len(parts))]
+    distant = [DistantPages(way, slice(*ends[at : at + 2])) for at, way in enumerate(ways)]
+    return PoolOverHosts(pages, size, memory, mine, order, distant, sum(parts))
+
+
+def _shared(parallel: Parallel, size: int, first: int) -> SharedMemory:
+    """Memory of so many bytes that the ranks of a host share. ``first`` makes it; the other ranks give a size of 0."""
+    memory = SharedMemory.create(size) if size else None
+    path = parallel.exchange("" if memory is None else memory.path, str)[first]
+    memory = memory or SharedMemory.open(path)
+    parallel.exchange("", str)  # all have opened it
+    return memory
+
+
+def _pools_of_ranks(pages: int, layout: KVLayout, options: RunnerOptions, parallel: Parallel) -> HostPool:
+    """This rank's pool of pages of its own requests; on the first with the others'."""
+    size, rank, each = layout.page_bytes, parallel.tp.rank, parallel.tp.size // options.nodes
+    own = SharedMemory.create(pool_bytes(pages, size))
+    paths = parallel.exchange(own.path, str)
+    opened = [SharedMemory.open(path) for path in paths[1:each]] if rank == 0 else []
+    parallel.exchange("", str)  # all are open
+    others = [HostPool(pages, size, each) for each in opened]
+    if options.nodes > 1:
+        serving = range(each, parallel.tp.size)
+        plain = HostPool(pages, size, own) if rank in serving else None
+        ways = join_hosts(rank, parallel.exchange, plain, serving, options.meeting_host)
+        if plain is not None:
+            return plain
+        order = PageOrder(layout, [RankPart(0, layout, 0, 1)])
+        for way in ways:
+            distant = [DistantPages(way, slice(0, size))]
+            others.append(PoolOverHosts(pages, 0, None, None, order, distant, size))
+    return HostPool(pages, size, own, others=others)
+
+
+# A step of made-up prompts, to see what it takes.
+
+
+@torch.inference_mode()
+def compute_trial(
+    prompts: Sequence[int],
+    model: DecoderModel,
+    pool: DevicePool,
+    backend: PagedAttention,
+    ops: DeviceOps,
+    common: int = 0,
+) -> Tensor:
+    """The hidden states of prompts of so many tokens each, in the pool's first pages.
+
+    Args:
+        prompts: Tokens of each.
+        model: Computes them.
+        pool: Whose pages are written.
+        backend: The model's attention.
+        ops: The device's operations.
+        common: Pages, the pool's first, that come before all of them.
+    """
+    batch = _batch(prompts, pool, ops, common)
+    hidden: Tensor = model(batch.token_ids, batch.positions, backend.plan(batch.attention))
+    return hidden
+
+
+def _batch(prompts: Sequence[int], pool: DevicePool, ops: DeviceOps, common: int = 0) -> ForwardBatch:
+    counts = np.array(prompts, np.int64)
+    needed = -(-counts // pool.page_size)
+    table = np.zeros((len(counts), needed.max()), np.int32)
+    table[np.arange(needed.max()) < needed[:, None]] = np.arange(needed.sum()) + common
+    table = np.concatenate((np.tile(np.arange(common, dtype=np.int32), (len(counts), 1)), table), 1)
+    slots, zeros = np.arange(len(counts)), np.zeros_like(counts)
+    tokens = np.zeros(counts.sum(), np.int64)
+    starts = zeros + common * pool.page_size
+    step = Step(0, slots, starts=starts, counts=counts, samples=zeros + 1, token_ids=tokens)
+    step.pages = np.tile(table, (1, len(pool.counts)))
+    return build_forward_batch(step, pool.page_size, ops, tables=len(pool.counts))
+
+
+def compute_shared_trial(
+    longest: int, model: DecoderModel, pool: DevicePool, backend: PagedAttention, ops: DeviceOps
+) -> None:
+    """Computes short prompts with so much in common that it is read once, if that fits in the pool and in ``longest`` tokens.
+
+    What it takes to compile for them is then there when the first such requests come.
+    """
+    pages = -(-LEAST_SPARED // pool.page_size)
+    if backend.shares_prompts and pages + 2 < min(pool.counts) and (pages + 1) * pool.page_size <= longest:
+        compute_trial([2, 2], model, pool, backend, ops, common=pages)
+        backend.take_spared()
+
+
+@torch.inference_mode()
+def plan_prompts(
+    most: int, model: DecoderModel, pool: DevicePool, backend: PagedAttention, ops: DeviceOps
+) -> list[int]:
+    """Has a layer compute a prompt of each length, up to ``most`` tokens, for which its attention is planned once.
+
+    The thread that asks is the one whose steps find the plans. Returns the lengths; O(lengths) launches of a layer.
+    """
+    windows, least = model.config.windows, backend.plans_from
+    whole = [place for place, index in enumerate(model.own) if windows[index] is None]
+    if least is None or not whole:
+        return []
+    planned = [min(length, most) for length in lengths(least, most)]
+    for count in planned:
+        batch = _batch([count], pool, ops)
+        hidden = torch.zeros(count, model.config.hidden_size, dtype=backend.shape.dtype, device=ops.device)
+        model.run_layer(whole[0], hidden, backend.plan(batch.attention))
+    return planned

@@ -1,1 +1,0 @@
-"""How much memory a runner's pools get. Knows no step and no request."""

@@ -1,1 +1,0 @@
-"""What a process knows and shows of itself as one of several that run a model together."""

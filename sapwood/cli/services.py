@@ -165,5 +165,8 @@ def read_service(name: str, cls: type[ConfigT], given: dict[str, Any], file: str
 def _read(arguments: argparse.Namespace, name: str, cls: type[ConfigT], own: dict[str, Any]) -> Service[ConfigT]:
     prefix = f"{name}-"
     given = {field: value for field, value in own.items() if value is not None}
-    given |= given_settings(cls, arguments, prefix)
+    try:
+        given |= given_settings(cls, arguments, prefix)
+    except ConfigError as error:
+        raise CliError(str(error), REFUSED) from None
     return read_service(name, cls, given, vars(arguments)[f"{prefix}config"])

@@ -150,6 +150,10 @@ def test_ports_auto_leaves_those_that_are_named() -> None:
     [
         (["--worker-max-running", "0"], "--worker-max-running / SAPWOOD_WORKER_MAX_RUNNING: "),
         (
+            ["--router-queue-size", "5,wait=1,wait=2", "--router-queue-wait", "3"],
+            "--router-queue-size: wait is given twice",
+        ),
+        (
             ["--router-worker-silence", "heartbeat_ms=x"],
             "--router-worker-silence heartbeat_ms / SAPWOOD_ROUTER_WORKER_SILENCE: ",
         ),

@@ -85,6 +85,9 @@ def test_variables_and_files_hold_the_text_and_files_a_mapping(tmp_path: Path, m
         file.write_text(text + "cache: false\n")
         assert load("--config", str(file)).queue == Queue(size=7, wait=3)
         assert not load("--config", str(file)).cache.on
+    file.write_text("cache: {on: false, eviction: lfu}\n")  # YAML reads this key as true
+    assert load("--config", str(file)).cache == Cache(on=False, eviction="lfu")
+    assert text_of({True: False, "eviction": "lfu"}) == "on=False,eviction=lfu"
     monkeypatch.setenv("SAPWOOD_EXAMPLE_QUEUE", "8")
     assert load("--config", str(file)).queue == Queue(size=8)
 

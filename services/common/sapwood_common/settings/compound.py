@@ -42,7 +42,7 @@ def parts_of(cls: type[Compound], given: Any) -> dict[str, Any]:
     if isinstance(given, Compound):
         return dict(given)
     if isinstance(given, Mapping):
-        return {str(name).replace("-", "_"): value for name, value in given.items()}
+        return {_name(name): value for name, value in given.items()}
     names = list(cls.model_fields)
     if not isinstance(given, str):
         return {names[0]: given}
@@ -60,9 +60,14 @@ def parts_of(cls: type[Compound], given: Any) -> dict[str, Any]:
     return parts
 
 
-def text_of(parts: Mapping[str, Any]) -> str:
+def text_of(parts: Mapping[Any, Any]) -> str:
     """The parts as one text, which :func:`parts_of` reads."""
-    return ",".join(f"{name}={value}" for name, value in parts.items() if value is not None)
+    return ",".join(f"{_name(name)}={value}" for name, value in parts.items() if value is not None)
+
+
+def _name(key: Any) -> str:
+    """A part's name; YAML reads an unquoted ``on`` as true."""
+    return "on" if key is True else str(key).replace("-", "_")
 
 
 def shown(value: Compound) -> str:

@@ -57,7 +57,7 @@ def renewed(
         named: How a warning writes a setting: as a flag, a variable or an entry of a file.
 
     Raises:
-        ValueError: The value of a present setting is malformed.
+        ValueError: The value of a present setting is malformed; the message names the setting.
     """
     new = {name: value for name, value in values.items() if name not in retired}
     for name, value in values.items():
@@ -73,7 +73,10 @@ def renewed(
         if compound is None:
             new.setdefault(found.setting, value)
         else:
-            earlier = parts_of(compound, new[found.setting]) if found.setting in new else {}
+            try:
+                earlier = parts_of(compound, new[found.setting]) if found.setting in new else {}
+            except ValueError as error:
+                raise ValueError(f"{named(found.setting)}: {error}") from error
             new[found.setting] = text_of(earlier | {found.part: _text(value)})
     return new
 

@@ -89,16 +89,18 @@ class RouterMetrics:
             "sapwood_router_prompt_tokens_total", "Prompt tokens of generations that ended.", model=model
         )
         self.cached_tokens = metrics.counter(
-            "sapwood_router_cached_tokens_total", "Of these, tokens that the worker had cached.", model=model
+            "sapwood_router_cached_tokens_total",
+            "Prompt tokens of these generations that the worker had cached.",
+            model=model,
         )
         self.completion_tokens = metrics.counter(
             "sapwood_router_completion_tokens_total", "Tokens generated.", model=model
         )
         self.prompt_length = metrics.histogram(
-            "sapwood_router_prompt_length_tokens", "Length of a generation's prompt.", buckets=LENGTHS, model=model
+            "sapwood_router_prompt_length_tokens", "Tokens of a generation's prompt.", buckets=LENGTHS, model=model
         )
         self.completion_length = metrics.histogram(
-            "sapwood_router_completion_length_tokens", "Length of what was generated.", buckets=LENGTHS, model=model
+            "sapwood_router_completion_length_tokens", "Tokens of a generation's answer.", buckets=LENGTHS, model=model
         )
         tenant = AtMost(_MOST_TENANTS)  # without API keys, clients name themselves
         self.tenant_requests = metrics.counter(
@@ -115,7 +117,7 @@ class RouterMetrics:
         )
         self.shadow_choices = metrics.counter(
             "sapwood_router_shadow_choices_total",
-            "Choices of shadow policies: the same worker as was chosen, or another.",
+            "Choices of shadow policies: the chosen worker (agree), or another one (differ).",
             policy=OneOf(*policy_names()),
             verdict=OneOf("agree", "differ"),
         )
@@ -123,7 +125,7 @@ class RouterMetrics:
             "sapwood_router_retries_total", "Further workers tried, by the status of the failed try.", code=CODES
         )
         self.resumptions = metrics.counter(
-            "sapwood_router_resumptions_total", "Streams that continued, on another worker, after theirs failed them."
+            "sapwood_router_resumptions_total", "Streams that continued on another worker after theirs was lost."
         )
         self.handoffs = metrics.counter(
             "sapwood_router_kv_transfers_total",
@@ -137,8 +139,8 @@ class RouterMetrics:
         )
         self.pair = metrics.histogram(
             "sapwood_router_pair_seconds",
-            "Parts of requests that were handed from worker to worker: until the first token (prefill), from there to the decode "
-            "worker's first (transfer), and from there to its last (decode).",
+            "Times of requests on a pair of workers: to the first token (prefill), from there to the decode worker's first one "
+            "(transfer), and from there to its last one (decode).",
             part=OneOf("prefill", "transfer", "decode"),
         )
         # There from the start, at 0: a chart of a fleet without pairs says 0, not that it has no data.
@@ -148,17 +150,18 @@ class RouterMetrics:
             self.pair.at(part=part)
         self.session_prompt_tokens = metrics.counter(
             "sapwood_router_session_prompt_tokens_total",
-            "Prompt tokens of sessions' requests, what they hold included.",
+            "Prompt tokens of sessions' requests, the sessions' earlier tokens included.",
         )
         self.session_cached_tokens = metrics.counter(
-            "sapwood_router_session_cached_tokens_total", "Of these, tokens that the worker had cached."
+            "sapwood_router_session_cached_tokens_total",
+            "Prompt tokens of sessions' requests that the worker had cached.",
         )
         self.session_moves = metrics.counter(
             "sapwood_router_session_moves_total", "Sessions that continued at another worker than before."
         )
         self.losses = metrics.counter(
             "sapwood_router_worker_losses_total",
-            "Sessions with a worker that broke or fell silent.",
+            "Connections to a worker that broke or fell silent.",
             worker=self._worker,
         )
         self.drifts = metrics.counter(
@@ -230,13 +233,13 @@ class RouterMetrics:
         self._metrics.polled(
             "gauge",
             "sapwood_router_block_index_bytes",
-            "Memory of the index of what workers hold.",
+            "Memory of the index of cached blocks, in bytes.",
             lambda: [((), blocks.bytes_used)],
         )
         self._metrics.polled(
             "counter",
             "sapwood_router_block_index_refused_pages_total",
-            "Pages that workers hold and the index had no room for.",
+            "Cached pages for which the index had no room.",
             lambda: [((), blocks.refused)],
         )
 
@@ -258,7 +261,7 @@ class RouterMetrics:
         self._metrics.polled(
             "gauge",
             "sapwood_router_loop_lag_seconds",
-            "How late the event loop runs what is due: the most lately, halved every 10 s since.",
+            "Delay of callbacks in the event loop: the recent maximum, halved every 10 s.",
             lambda: [((), lag.recent)],
         )
         self._metrics.polled(
@@ -291,13 +294,21 @@ class RouterMetrics:
         polled("sapwood_router_worker_available", "1 if the worker can take requests.", "available")
         polled(
             "sapwood_router_worker_breaker_state",
-            "Its circuit breaker: 0 closed, 1 half-open (one request tries the worker), 2 open (none is sent).",
+            "The worker's circuit breaker: 0 closed, 1 half-open (one request tries the worker), 2 open (none is sent).",
             "breaker",
         )
         polled("sapwood_router_worker_in_flight_requests", "This router's requests on the worker.", "in_flight")
-        polled("sapwood_router_worker_role_proposed", "1 if the load proposes another role for it.", "proposed")
-        polled("sapwood_router_worker_pending_tokens", "Prompt tokens sent and not prefilled yet.", "pending_tokens")
-        polled("sapwood_router_worker_used_page_share", "Share of its pages that running requests hold.", "used_share")
+        polled("sapwood_router_worker_role_proposed", "1 if the load suggests another role for the worker.", "proposed")
+        polled(
+            "sapwood_router_worker_pending_tokens",
+            "Prompt tokens that were sent to the worker and are not computed yet.",
+            "pending_tokens",
+        )
+        polled(
+            "sapwood_router_worker_used_page_share",
+            "Share of the worker's KV pages that running requests hold.",
+            "used_share",
+        )
 
 
 def _of_each(registry: Registry, what: str) -> Iterable[Reading]:

@@ -32,7 +32,7 @@ class WorkerMetrics:
         self._metrics = metrics
         self.requests = metrics.counter(
             "sapwood_worker_requests_total",
-            "Generations that ended, by how.",
+            "Generations that ended, by outcome.",
             outcome=OneOf("stop", "length", "handoff", "failed", "aborted"),
         )
         self.queue = metrics.histogram(
@@ -73,10 +73,10 @@ class WorkerMetrics:
             "queued_tokens": "Prompt tokens still to compute, of all requests.",
         }
         pages = {
-            "used_pages": "Of these, held by requests or the prefix cache.",
-            "evictable_pages": "Of these, held by the prefix cache only.",
-            "window_pages": "Pages of layers that see a window only.",
-            "used_window_pages": "Of these, held by requests or the prefix cache.",
+            "used_pages": "Pages of the KV cache that requests or the prefix cache hold.",
+            "evictable_pages": "Pages of the KV cache that only the prefix cache holds.",
+            "window_pages": "Pages of layers with a window.",
+            "used_window_pages": "Pages of layers with a window that requests or the prefix cache hold.",
         }
         counters = {
             "prompt_tokens": "Prompt tokens of requests that have run.",
@@ -128,12 +128,12 @@ class WorkerMetrics:
         """Adds the metrics that read the vitals at each scrape."""
         readings: dict[str, tuple[str, Callable[[], float]]] = {
             "scheduler_frozen_seconds": (
-                "For how long the scheduler process has given no sign of life; 0 while it does.",
+                "Seconds since the scheduler process's last sign of life; 0 while it runs.",
                 lambda: vitals.frozen,
             ),
-            "current_step_seconds": ("For how long it has been at its current step.", lambda: vitals.step),
+            "current_step_seconds": ("Seconds since the scheduler's current step began.", lambda: vitals.step),
             "loop_lag_seconds": (
-                "How late the gRPC front's event loop runs what is due: the most lately, halved every 10 s since.",
+                "Delay of callbacks in the gRPC front's event loop: the recent maximum, halved every 10 s.",
                 lambda: vitals.lag.recent,
             ),
         }
@@ -143,7 +143,7 @@ class WorkerMetrics:
         self._metrics.polled(
             "gauge",
             "sapwood_worker_rank_frozen_seconds",
-            "For how long each rank that runs the model has given no sign of life; 0 while it does.",
+            "Seconds since each rank's last sign of life; 0 while it runs.",
             lambda: [((str(rank),), seconds) for rank, seconds in enumerate(vitals.silent)],
             rank=ranks,
         )
@@ -187,8 +187,8 @@ class WorkerMetrics:
         self._metrics.polled(
             "gauge",
             "sapwood_worker_expert_rank_balance",
-            "Where ranks have whole experts, the tokens that a layer's ranks have got on average lately, divided by those of its "
-            "busiest, as the mean over the layers: 1 if all have the same; else 0.",
+            "How evenly ranks with whole experts were used lately: a layer's mean tokens a rank, divided by those of its busiest "
+            "rank, as the mean over the layers. 1: all have the same; 0: ranks have no whole experts.",
             lambda: [((), 0.0 if (places := load().places) is None else places.balance)],
         )
         self._metrics.polled(
@@ -200,9 +200,8 @@ class WorkerMetrics:
         self._metrics.polled(
             "counter",
             "sapwood_worker_expert_exchanged_bytes_total",
-            "Where ranks have whole experts, bytes of tokens' vectors and of their experts' sums that the ranks have given each "
-            "other, as sums in shares do; a sum that each rank makes of all parts takes half as many times as there are ranks. "
-            "Of rows that go to the ranks of their experts only, what went, as the device counted it.",
+            "Bytes that ranks with whole experts have exchanged: tokens' vectors and experts' sums, counted as two-shot sums "
+            "move them. With direct dispatch the bytes that the device counted.",
             lambda: [((), 0.0 if (places := load().places) is None else float(places.exchanged_bytes))],
         )
 
@@ -211,22 +210,21 @@ class WorkerMetrics:
         self._metrics.polled(
             "counter",
             "sapwood_worker_all_reduces_total",
-            "Sums over the ranks of a layer, by the method that was chosen for their size; of the backend's in CUDA graphs the "
-            "captures.",
+            "All-reduces over the ranks of a layer, by method. The backend's inside CUDA graphs are counted at capture only.",
             lambda: [((method,), count) for method, count in counts().items() if method in SUM_METHODS],
             method=OneOf(*SUM_METHODS),
         )
         self._metrics.polled(
             "counter",
             "sapwood_worker_overlapped_all_reduces_total",
-            "Of these, sums of pieces of long products and of experts that ran while the next piece was computed.",
+            "All-reduces that ran while the next chunk of a product or of experts was computed.",
             lambda: [((), counts().get(OVERLAPPED, 0))],
         )
         self._metrics.polled(
             "gauge",
             "sapwood_worker_all_reduce_seconds",
-            "What such a sum of a tensor of so many bytes took at the start, by which methods are chosen. Apart: a sum by one of "
-            "them, then the residual and the norm, for which +norm is taken where it is faster.",
+            "Seconds of an all-reduce in the trial at the start, by method and bytes; the fastest method is used. apart: the "
+            "best sum, then residual and norm, which +norm replaces where it is faster.",
             lambda: [((each.method, str(each.num_bytes)), each.seconds) for each in choices().times],
             method=OneOf(*SUM_METHODS, APART),
             bytes=OneOf(*map(str, SUM_SIZES)),
@@ -234,8 +232,8 @@ class WorkerMetrics:
         self._metrics.polled(
             "gauge",
             "sapwood_worker_all_reduce_refused",
-            "1 for what is not used as its sums were wrong in the trial at the start; the log and sapwood worker info say where. "
-            "Overlapped: sums in parallel with products.",
+            "1 for a method that is not used because its sums were wrong in the trial at the start; the log and sapwood worker "
+            "info say where. overlapped: sums in parallel with products.",
             lambda: [((name,), 1.0) for name, _ in choices().refused],
             method=OneOf(*SUM_METHODS[1:], OVERLAPPED),
         )
@@ -245,10 +243,10 @@ class WorkerMetrics:
             "requests": (
                 "counter",
                 "_total",
-                "Requests that each rank has got, where ranks have requests of their own.",
+                "Requests that each rank has received, where ranks have requests of their own.",
             ),
-            "running": ("gauge", "_requests", "Of these, in its batch."),
-            "step_tokens": ("gauge", "", "What a step of these takes, as the tokens that could be computed meanwhile."),
+            "running": ("gauge", "_requests", "Requests in each rank's batch, where ranks have requests of their own."),
+            "step_tokens": ("gauge", "", "Cost of a rank's step, as the number of prompt tokens that take as long."),
         }
         for figure, (kind, suffix, text) in described.items():
             self._metrics.polled(
@@ -292,14 +290,14 @@ class WorkerMetrics:
                 "Leases of offered prompts that ended because nobody renewed them.",
             ),
             "pulled_pages": ("kv_transfer_pages", "Pages read from prefill workers."),
-            "pulled_bytes": ("kv_transfer_bytes", "Their content, in bytes."),
+            "pulled_bytes": ("kv_transfer_bytes", "Bytes of pages read from prefill workers."),
             "pulled_early_bytes": (
                 "kv_transfer_early_bytes",
-                "Of these, bytes that came while the prefill worker still computed the rest of the prompt.",
+                "Bytes of pages that came while the prefill worker still computed the rest of the prompt.",
             ),
             "pulled_part_bytes": (
                 "kv_transfer_part_bytes",
-                "Of these, bytes that came while the prefill worker computed the last layers of their pages.",
+                "Bytes of pages that came while the prefill worker computed the last layers of these pages.",
             ),
             "pull_failures": ("kv_transfer_failures", "Reads that failed because the prefill worker was gone."),
             "pull_stale_pages": (

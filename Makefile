@@ -114,24 +114,31 @@ clean: ## Remove the environment and everything generated
 	rm -rf $(VENV) examples/node/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f sapwood/v1/*_pb2*.py sapwood/v1/*_pb2*.pyi sapwood/v1/descriptors.binpb
 
-$(BIN)/python:
+# An environment without pip is one that was left half made: Debian's Python without python3-venv makes such.
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "Sapwood needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot make an environment. Debian and Ubuntu:" \
+	  "apt-get install python3-venv. Or name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 
-$(BIN)/.installed: $(BIN)/python $(SOURCES)
+# Installs, and shows the large files while they come; what pip writes to standard error is shown if it fails.
+install = @{ $(BIN)/pip install --disable-pip-version-check $(1) 2>$(VENV)/.pip; echo $$? >$(VENV)/.status; } \
+  | sed -n 's/^ *Downloading \([^ ]*\) (\([0-9.]* [MG]B\)).*/  \1, \2/p'; \
+  [ $$(cat $(VENV)/.status) = 0 ] || { cat $(VENV)/.pip >&2; exit 1; }
+
+$(BIN)/.installed: $(BIN)/pip $(SOURCES)
 	@echo "installing into $(VENV); the first time this takes a minute or two"
-	@$(BIN)/pip install -qq $(TORCH)
-	@$(BIN)/pip install -qq -e '.[all]'
+	$(call install,$(TORCH))
+	$(call install,-e '.[all]')
 	@touch $@
 
-$(BIN)/.installed-dev: $(BIN)/python $(SOURCES)
+$(BIN)/.installed-dev: $(BIN)/pip $(SOURCES)
 	@echo "installing into $(VENV), tools for development included; the first time this takes two minutes or so"
-	@$(BIN)/pip install -qq $(TORCH)
-	@$(BIN)/pip install -qq -e '.[dev]'
+	$(call install,$(TORCH))
+	$(call install,-e '.[dev]')
 	@touch $(BIN)/.installed $@
 
-$(BIN)/.system: $(BIN)/python tests/system.sh
+$(BIN)/.system: $(BIN)/pip tests/system.sh
 	@tests/system.sh $(BIN)
 	@touch $@
 

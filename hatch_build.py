@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def generate(root: Path = ROOT) -> None:
-    """Writes ``*_pb2.py``, ``*_pb2_grpc.py``, their type stubs and ``descriptors.binpb`` along with ``sapwood/v1/__init__.py``.
+    """Writes ``*_pb2.py``, ``*_pb2_grpc.py``, their type stubs and ``descriptors.binpb`` next to ``sapwood/v1/__init__.py``.
 
     The descriptor set is for programs that read no ``.proto`` files; it has the comments.
 

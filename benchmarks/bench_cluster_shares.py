@@ -106,7 +106,7 @@ class Cluster:
 
 
 def measure(cluster: Cluster, long_prompts: int, words: int) -> dict[str, Any]:
-    """Bob's first tokens and gaps along with so many long prompts of Alice's."""
+    """Bob's first tokens and gaps next to so many long prompts of Alice's."""
     chance, stop, gaps = random.Random(long_prompts), threading.Event(), list[float]()
 
     def stream() -> None:

@@ -1,9 +1,9 @@
-"""Sapwood on the CPU along with Hugging Face transformers' generate: same float32 weights, same threads, same run, interleaved.
+"""Sapwood on the CPU compared with transformers' generate: same float32 weights, same threads, same run, interleaved.
 
     make bench-cpu ARGS='--plot bench.png'
 
-1. One request at a time, output tokens/s: through the router over gRPC, along with ``generate`` on one sequence.
-2. Eight requests at once: along with our own rate of one at a time, and along with ``generate`` on a static batch of eight.
+1. One request at a time, output tokens/s: through the router over gRPC, compared with ``generate`` on one sequence.
+2. Eight requests at once: compared with our own rate of one at a time, and compared with ``generate`` on a static batch of eight.
 3. A conversation of eight turns: time to first token with the prefix cache, and with the cache flushed before each turn.
 
 Prompts are random token ids of one length, so that the static batch needs no padding; end tokens are ignored. Figures are

@@ -1,4 +1,4 @@
-"""Other clients of the router while strangers flood it, and the same floods along with grpcio's server.
+"""Other clients of the router while strangers flood it, and the same floods compared with grpcio's server.
 
     make bench-floods                                            everything, an hour and a half
     make bench-floods ARGS='--floods PING,combined --no-peer'    these alone, and a whole table of them, of our router alone

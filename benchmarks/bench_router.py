@@ -1,4 +1,4 @@
-"""The router along with smg, sglang-router and vllm-router: the same mock workers behind, in one run.
+"""The router compared with smg, sglang-router and vllm-router: the same mock workers behind, in one run.
 
     make bench-router                      everything, ten minutes or so
     make bench-router ARGS='speed hits'    these parts only
@@ -6,11 +6,11 @@
 speed     CPU time of the router's process a request and latencies: HTTP unary, HTTP streams of 32 chunks back to back and
           paced at 5 ms, and ours over gRPC; at concurrency 64 and 1
 text      CPU time a token of router and tokenizer service together, with a real vocabulary, tools and reasoning; p99 of streams
-          along with calls of tools with 100 KB
+          during calls of tools with 100 KB
 memory    resident memory after 20 000 different prompts of 8 KB
 hits      prefix-cache hit rate and load imbalance of cache_aware, easy and tight, five seeds
 losses    throughput while 1 of 4 workers is stopped (SIGSTOP); time until a restarted one serves again
-overload  p99 of quiet traffic along with 5 000 idle streams, slow readers, vanishing clients, malformed requests, a 100 MB
+overload  p99 of quiet traffic during 5 000 idle streams, slow readers, vanishing clients, malformed requests, a 100 MB
           message and a flood of 50 times what the workers take
 
 With ``--beside FOLDER`` speed and text show what changed since the commit that is checked out there: both routers are in front of

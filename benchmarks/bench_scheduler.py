@@ -40,7 +40,7 @@ def run(scheduler: Scheduler) -> None:
 
 
 def step_time(cached_prefixes: int, prefix_tokens: int, running: int, steps: int) -> dict[str, float]:
-    """Milliseconds a step of ``running`` decodes takes in schedule() and update(), along with a cache of unused prefixes.
+    """Milliseconds a step of ``running`` decodes takes in schedule() and update(), with a cache of unused prefixes.
 
     One in 64 steps a request ends and another comes, which finds its prefix cached; events are noted as in production.
     """

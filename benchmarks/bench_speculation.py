@@ -1,4 +1,4 @@
-"""Decoding with drafts along with the same without, in one process and turn about: scheduler, cache and runner, no services.
+"""Decoding with drafts compared with the same without, in one process in turns: scheduler, cache and runner, no services.
 
     python benchmarks/bench_speculation.py                                         # the demo model on this CPU
     python benchmarks/bench_speculation.py --model benchmarks/gpu/configs/llama-3.1-8b --dummy walk --device cuda

@@ -3,7 +3,7 @@
     python benchmarks/bench_tiers.py --store file --store mooncake --store nixl
 
 For each store a prompt of 2000 tokens is asked for: computed (nothing has it yet), from the device, from the host (device
-pages cleared), by a second worker that is started cold along with the first, and by the first one restarted, both from the store.
+pages cleared), by a second worker that is started cold next to the first, and by the first one restarted, both from the store.
 Medians over several prompts; ratios within a run.
 
 ``mooncake`` starts a mooncake_master and a client that lends it memory, on this machine, over TCP; ``nixl`` is its plugin POSIX.

@@ -1,10 +1,10 @@
-"""The tokenizer service along with calling the ``tokenizers`` library in process: same vocabulary, same texts, same run,
+"""The tokenizer service compared with calling the ``tokenizers`` library in process: same vocabulary, same texts, same run,
 interleaved.
 
     make bench-tokenizer ARGS='--model DIR'
 
 1. Texts of 100, 1 000 and 10 000 tokens, all different, at concurrency 1 and 64: requests/s, and the service's CPU time per
-   request along with that of ``tokenizer.encode(text).ids``.
+   request compared with that of ``tokenizer.encode(text).ids``.
 2. Detokenizing 256 streams at 100 tokens/s each over one call, as the router sends them: the share of one core that it takes,
    with all tokens of a step in one message, and in eight (as for eight workers).
 3. The eighth turn of a chat: CPU time of encoding it with the prefix cache (L1), and without.

@@ -1,4 +1,4 @@
-"""What trees of drafts would bring along with chains of as many tokens, on texts of the demo model: tokens a step, of no step
+"""What trees of drafts would bring compared with chains of as many tokens, on texts of the demo model: tokens a step, of no step
 run.
 
     python benchmarks/draft_trees.py
@@ -7,7 +7,7 @@ run.
   and all that the prefix cache has after its tokens are branches of a tree, of which the likeliest nodes are taken. ``oracle``
   knows the best branch.
 - ``model``: the model with noise on its weights drafts. How often the model's token is the drafter's first, second, ... choice
-  gives every tree's worth: a node is right if all choices on its way are. The best tree of N nodes along with a chain of N.
+  gives every tree's worth: a node is right if all choices on its way are. The best tree of N nodes compared with a chain of N.
 
 Prints a JSON object a line.
 """

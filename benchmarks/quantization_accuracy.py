@@ -1,4 +1,4 @@
-"""What few bits cost in accuracy, on a real model: perplexity, divergence and agreement along with the model in its own dtype.
+"""What few bits cost in accuracy, on a real model: perplexity, divergence and agreement compared with the model in its own dtype.
 
 The text is this project's documentation, which no model has seen. On a CPU the same roundings are computed in float32. Schemes
 that round weights alone are tried by their numbers; all are rounded to the nearest but one: GPTQ, calibrated on other pages.

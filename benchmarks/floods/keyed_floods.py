@@ -1,4 +1,4 @@
-"""Floods by a tenant who has a key, along with others: what one request may cost."""
+"""Floods by a tenant who has a key, next to others: what one request may cost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The kernels of a mixture's layer on one GPU, with tokens spread evenly over experts. One JSON object a line.
 
-``layer``: microseconds of the router's product and of the slots of what it chose, along with torch's; of experts by the tiles
-that a first start finds, along with the least time; and of all between the norm and the residual, by tiles that are not measured.
+``layer``: microseconds of the router's product and of the slots of what it chose, compared with torch's; of experts by the tiles
+that a first start finds, and the least time; and of all between the norm and the residual, by tiles that are not measured.
 ``tiles``: whether tiles that were found are within 3 % of the best of all heights and a grid of shapes, for the 18 numbers of
 tokens that a start measures: both are timed again in turns, so that chance favours neither.
 

@@ -1,4 +1,4 @@
-"""Products of few 16-bit rows on a GPU: cuBLAS along with ``sapwood_kernels.triton_rows`` in many tiles, for the weights of a
+"""Products of few 16-bit rows on a GPU: cuBLAS compared with ``sapwood_kernels.triton_rows`` in many tiles, for the weights of a
 model.
 
 Each product is launched for as many copies of its weight as do not fit in the L2 cache, in a CUDA graph. A tile counts if its

@@ -1,4 +1,4 @@
-"""Products of an output head on a GPU: int8 by ``sapwood_kernels.quantised.triton_digits`` in many tiles, along with bfloat16.
+"""Products of an output head on a GPU: int8 by ``sapwood_kernels.quantised.triton_digits`` in many tiles, compared with bfloat16.
 
 The head is an 8B's, 128256 x 4096, with the norm before it. Each product is launched for two copies of its weight in turns, in a
 CUDA graph. What is not within a rounding to 16 bits of the float32 product of the rounded weight is an error and is not timed.

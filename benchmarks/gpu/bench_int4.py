@@ -152,7 +152,7 @@ def measure_row(name: str, shape: Shape, copies: list[GroupedWeight], old: Any) 
 
 
 def measure_rows(name: str, shape: Shape, copies: list[GroupedWeight], count: int) -> dict[str, Any]:
-    """So many rows, along with bfloat16."""
+    """So many rows, compared with bfloat16."""
     first = dequantise(copies[0]).bfloat16()
     wide = [first, first.clone(), first.clone()]
     x = drawn(count, shape.columns)

@@ -1,4 +1,4 @@
-"""Products of one 16-bit row on a GPU: ``sapwood_kernels.triton_gemv`` in many tiles, along with cuBLAS and ``triton_rows``.
+"""Products of one 16-bit row on a GPU: ``sapwood_kernels.triton_gemv`` in many tiles, compared with cuBLAS and ``triton_rows``.
 
 Weights are those of ``bench_few_rows.py``, and each product is launched as there. A tile counts if its result is right. Prints a
 JSON object for each product: the least time, that of reading its weight; the tile that is used, cuBLAS (without a gate), and the

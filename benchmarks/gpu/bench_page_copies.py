@@ -1,4 +1,4 @@
-"""Every way of moving KV pages between one GPU and pinned host memory, along with a plain pinned copy of the same size.
+"""Every way of moving KV pages between one GPU and pinned host memory, compared with a plain pinned copy of the same size.
 
     python benchmarks/gpu/bench_page_copies.py
 

@@ -1,4 +1,4 @@
-"""What a prefill worker along with a decode worker does for those who generate, along with the same two workers when both do all.
+"""What a prefill worker and a decode worker do for those who generate, next to the same two workers when both do all.
 
     python benchmarks/gpu/bench_pairs.py --model benchmarks/gpu/configs/llama-3.1-8b
 
@@ -51,7 +51,7 @@ WAYS = ("always", "never", "auto")
 MIXES = {
     "documents": ((8000, 60), (6000, 100)),
     "documents with long answers": ((8000, 200), (4000, 400)),
-    "chats along with documents": ((300, 300), (300, 200), (8000, 100)),
+    "chats beside documents": ((300, 300), (300, 200), (8000, 100)),
     "chats": ((200, 250), (500, 150)),
 }
 """Lengths of prompts and answers, in turns; those first that vary least from burst to burst and leave time to the others."""

@@ -3,7 +3,7 @@
 One model in one process, built as a worker builds it: runner, tiers and scheduler, with whatever drafts by default.
 ``--flags`` gives it flags of the worker, for what the best of them would bring. The time to the first request counts from the
 start of the process: with empty caches it is a cold start. Prints one JSON object a line; ``--table FILE`` prints a file of them
-along with the targets, the figures of d3c93b6 and those of vLLM 0.24.0.
+next to the targets, the figures of d3c93b6 and those of vLLM 0.24.0.
 
     benchmarks/gpu/targets.sh OUT.jsonl
 """
@@ -161,7 +161,7 @@ def worker_engine(model: Path, flags: str) -> Engine:
 
 
 def print_table(path: Path) -> None:
-    """A file's figures along with the targets, and the share of the best flags' that the worker's own choice reaches."""
+    """A file's figures next to the targets, and the share of the best flags' that the worker's own choice reaches."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
     found = {(row["what"], row["flags"]): row["value"] for row in rows}
     print("| figure | no flags | target | | best flags | d3c93b6 | vLLM 0.24 |\n|---|---|---|---|---|---|---|")

@@ -4,7 +4,7 @@
 
 1. Bandwidth: a plain pinned copy in each direction, and a load-back and a store of a 16k-token prefix.
 2. Time to first token of that prefix: computed, and loaded back.
-3. 64 requests of 1024 tokens and 257 of answer, all pages written through, along with the same without a second tier: decode rate
+3. 64 requests of 1024 tokens and 257 of answer, all pages written through, and the same without a second tier: decode rate
    from the step on in which all of them decode, and the whole.
 4. Ten conversations over a document of 12k tokens each, six turns of a 192-token question and a 64-token answer, everybody
    asking in each turn; together three times the pool. Output tokens/s with and without a second tier.

@@ -1,5 +1,5 @@
 """A model over the GPUs of this machine, in one command: whether answers are those of one GPU, what sums take, Llama 3.1 8B's
-shape over 1, 2, 4 of them and Llama 3.3 70B's over 4; then a table along with floor, vLLM and target.
+shape over 1, 2, 4 of them and Llama 3.3 70B's over 4; then a table next to floor, vLLM and target.
 
 Each part is a process with a time limit of its own; one that fails is named, and the others continue. Parts that leave GPUs free
 run side by side. FlashInfer's libraries are compiled along with the first ones; the 70B starts as a worker does, with none of

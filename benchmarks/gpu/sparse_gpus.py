@@ -1,7 +1,7 @@
 """Sparse models over the GPUs of a machine, in one command: whether answers are those of one GPU, then Qwen3-30B-A3B's shape and
 DeepSeek-V3's, in float8 by blocks with as many layers as fit, in each way that ranks can share them: tensor parallel (tp), whole
 experts (ep), data-parallel attention as well (dp), rows that go to the ranks of their experts only (direct, direct-float8).
-Weights are made up, tokens spread evenly over experts. Then a table along with the least times that such GPUs could take.
+Weights are made up, tokens spread evenly over experts. Then a table next to the least times that such GPUs could take.
 
 Parts are processes with time limits of their own, so that where one way fails the others continue; those that would begin after
 the budget are left out, and named. Each imports while the one before measures. Where a size leaves GPUs free, several measure

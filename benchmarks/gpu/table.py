@@ -1,4 +1,4 @@
-"""Prints the results of bench_engine.py and bench_serving.py along with the figures of vLLM 0.24.0 on the same kind of card.
+"""Prints the results of bench_engine.py and bench_serving.py next to the figures of vLLM 0.24.0 on the same kind of card.
 
 python benchmarks/gpu/table.py benchmarks/results/FILE.jsonl
 """
@@ -73,7 +73,7 @@ def number(value: float) -> str:
 
 
 def print_float8(found: dict[tuple[str, bool], dict[str, Any]]) -> None:
-    """The variants of the models, each along with the plain one."""
+    """The variants of the models, each next to the plain one."""
     variants = [what.split(" ", 1) for what, overlap in found if "+" in what.split(" ", 1)[0] and overlap]
     if variants:
         print("\n| float8 | figure | unit | bfloat16 | float8 |\n|---|---|---|---|---|")

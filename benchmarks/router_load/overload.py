@@ -1,4 +1,4 @@
-"""What quiet traffic feels of those who overload the router: its p99 along with its p99 alone, and the router's memory.
+"""What quiet traffic feels of those who overload the router: its p99 compared with its p99 alone, and the router's memory.
 
 The quiet traffic is a process of its own: four clients, each with one short request at a time. It is measured alone and along
 with each burden in turn, a phase at a time. Along with the flood it has a tenant of its own, or a higher priority. On a machine

@@ -1,7 +1,7 @@
 """CPU time a request and latency.
 
 Ours is measured without tokenization, as its peers are: prompts and answers are token ids, and the tokenizer is not visited.
-Next to it, with it: ids in and text out, and text both ways. Latencies are shown along with those of a worker asked directly: by
+Next to it, with it: ids in and text out, and text both ways. Latencies are shown next to those of a worker asked directly: by
 the same clients over HTTP and over gRPC, and over its session, as ours asks it.
 """
 

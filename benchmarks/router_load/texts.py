@@ -173,7 +173,7 @@ def measure(engines: list[str], folder: Path, scale: float) -> tuple[list[Figure
     for (kind, what, engine), values in spent.items():
         figures.append(Figure(f"text, {kind}: CPU a token, {what}", median(values), "us", engine))
     for engine, values in late.items():
-        figures.append(Figure("text, streams along with calls of 100 KB: p99", median(values), "ms", engine))
+        figures.append(Figure("text, streams during calls of 100 KB: p99", median(values), "ms", engine))
     for engine in ours[1:]:
         for (kind, what, mine), values in spent.items():
             if mine == OURS:
@@ -181,7 +181,7 @@ def measure(engines: list[str], folder: Path, scale: float) -> tuple[list[Figure
                 goals.append(Goal(f"text, {kind}: CPU of {what} to that beside", ratio, most=1.0))
         goals.append(
             Goal(
-                "text: p99 along with calls of 100 KB to that beside",
+                "text: p99 during calls of 100 KB to that beside",
                 median(late[OURS]) / median(late[engine]),
                 most=1.0,
             )
@@ -246,7 +246,7 @@ def _measure_beside(
             one = await _load(port, _QUIET, 257, _expected(answers[257], tokenizer), 1)
             times += one.latencies
             quiet.broken += one.failed
-        assert (await calls).failed == 0 and not quiet.broken, "a wrong answer along with large calls"
+        assert (await calls).failed == 0 and not quiet.broken, "a wrong answer during large calls"
         return percentile(times, 0.99) * 1000
 
     for _ in range(_ROUNDS):
@@ -255,7 +255,7 @@ def _measure_beside(
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 late.setdefault(router.engine, []).append(runner.run(both(router.http_port)))
             print(
-                f"  along with calls of 100 KB, {router.engine}: p99 {late[router.engine][-1]:.1f} ms", file=sys.stderr
+                f"  during calls of 100 KB, {router.engine}: p99 {late[router.engine][-1]:.1f} ms", file=sys.stderr
             )
 
 

@@ -61,7 +61,7 @@ TILES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
     (3648, 2048): ((16, Tile(16, 256, 1, 4, 6)),),
     (2048, 2048): ((16, Tile(16, 256, 2, 4, 6)),),
 }
-"""[N, K] of a weight -> tiles, each with the most rows of the input that it is for. Measured on an H200 along with cuBLAS
+"""[N, K] of a weight -> tiles, each with the most rows of the input that it is for. Measured on an H200 compared with cuBLAS
 (``benchmarks/gpu/bench_few_rows.py``), which computes all other weights. These are those of an 8B of Llama's shape, but for its
 queries, keys and values, where cuBLAS is as fast, those of a fourth of a 70B, and, on an H100 and behind a norm, Qwen3-30B-A3B's
 output projection (9.9 us with the norm, cuBLAS 11.1) and DeepSeek-V2-Lite's two projections (8.7 for 9.3, 7.0 for 7.7)."""

@@ -106,7 +106,7 @@ class Evaluation:
             (examples[item.task] if len(examples[item.task]) < self._shots else rest).append(item)
         for task, shown in examples.items():
             if not any(item.task == task for item in rest):
-                raise DataError(f"task {task} has no item left along with its {len(shown)} examples")
+                raise DataError(f"task {task} has no item left besides its {len(shown)} examples")
             if any(not item.example for item in shown):
                 raise DataError(f"task {task}: an item that others are shown needs the field example")
         if self._api == "chat" and any(isinstance(item, Choice) for item in rest):

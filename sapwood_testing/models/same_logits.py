@@ -1,4 +1,4 @@
-"""Logits along with transformers': prompts of tiny models, the steps that they are cut into, and how close is equal."""
+"""Logits compared with transformers': prompts of tiny models, the steps that they are cut into, and how close is equal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
 
 
 def assert_mixed_steps_equal(driver: Any, tiny: Any) -> None:
-    """Asserts that logits of two prompts, in chunks over a cached prefix and decodes alone and along with one, are
+    """Asserts that logits of two prompts, in chunks over a cached prefix and decodes alone and with one, are
     transformers'."""
     prompts = {5: tokens_of(83), 2: tokens_of(47, seed=1)}
     for slot, tokens in prompts.items():

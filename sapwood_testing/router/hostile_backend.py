@@ -83,7 +83,7 @@ class HostileBackend:
     Attributes:
         answer: How it answers; tests change it.
         models: The same for ``/v1/models``.
-        received: What it was asked along with that.
+        received: What it was asked besides that.
     """
 
     def __init__(self, owner: str = "sapwood") -> None:

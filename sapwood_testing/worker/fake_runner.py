@@ -1,6 +1,6 @@
 """A runner without a model, for tests of everything around it: any error in the handling of pages shows as a wrong token.
 
-It ships along with the protocol it imitates and is also what ``sapwood_testing.worker.fake_worker`` serves.
+It ships with the protocol it imitates and is also what ``sapwood_testing.worker.fake_worker`` serves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The client's errors along with those of the services: whatever a service raises, the client's caller can tell."""
+"""The client's errors compared with those of the services: whatever a service raises, the client's caller can tell."""
 
 from __future__ import annotations
 

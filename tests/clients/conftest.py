@@ -109,7 +109,7 @@ def install_packages() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def make_packages(install_packages: Callable[..., Path]) -> Callable[..., Path]:
-    """Installs packages of npm along with a script, or finds them; gives the copy of the script that sees them."""
+    """Installs packages of npm next to a script, or finds them; gives the copy of the script that sees them."""
 
     def make(script: Path, *packages: str) -> Path:
         return Path(shutil.copy(script, install_packages(*packages)))

@@ -150,7 +150,7 @@ def test_how_many_there_are_is_said_in_one_place(overlay: str) -> None:
         for item in manifests(overlay)
         if item["kind"] == "HorizontalPodAutoscaler"
     }
-    for name in CONFIGS:  # replicas along with an autoscaler would be set again with each `kubectl apply`
+    for name in CONFIGS:  # replicas next to an autoscaler would be set again with each `kubectl apply`
         replicas = workloads(overlay)[name]["spec"].get("replicas")
         assert (replicas is None) is (name in scaled), name
         assert (replicas or scaled[name]) >= 2, name

@@ -16,7 +16,7 @@ LENIENT = GrammarOptions(lenient=True)
 ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 NAMED = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
-# What clients' libraries write, each along with a part that is still to be enforced.
+# What clients' libraries write, each with a part that is still to be enforced.
 NOT_ENFORCEABLE: dict[str, Any] = {
     "look-ahead": {"type": "string", "format": "email", "pattern": ZOD_EMAIL},
     "look-behind": {"type": "string", "pattern": r"(?<=a)b"},

@@ -1,4 +1,4 @@
-"""A setting that would change nothing along with the others is refused at the start, by its name. The table is of all there
+"""A setting that would change nothing with the others is refused at the start, by its name. The table is of all there
 are."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A draft model changes no token: scheduler, model and draft model along with the same without, whatever is asked for and
+"""A draft model changes no token: scheduler, model and draft model compared with the same without, whatever is asked for and
 continues."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafting changes no token: scheduler and real runner with drafts along with the same without, whatever is asked for and
+"""Drafting changes no token: scheduler and real runner with drafts compared with the same without, whatever is asked for and
 continues.
 
 Most drafts here are the right answer, spoilt in places, so that all, some and none of a draft is accepted; the last tests are the

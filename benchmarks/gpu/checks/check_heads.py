@@ -46,7 +46,7 @@ REQUESTS, TOKENS = 8, 48
 
 
 def layer(name: str, wide: int = 1) -> dict[str, Tensor]:
-    """A decoder layer's random tensors, small along with the embedding."""
+    """A decoder layer's random tensors, small compared with the embedding."""
     shapes = {
         "self_attn.q_proj": (HEADS * DIM, wide * WIDTH), "self_attn.k_proj": (KEYS * DIM, wide * WIDTH),
         "self_attn.v_proj": (KEYS * DIM, wide * WIDTH), "self_attn.o_proj": (WIDTH, HEADS * DIM),

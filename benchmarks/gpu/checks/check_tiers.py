@@ -5,7 +5,7 @@
 1. bf16, FlashInfer, CUDA graphs, steps overlapped: prompts answered from the first tier, then, the device's pages wiped, from
    the second. Both compute the same chunks from the same KV, so tokens and log probabilities must be equal to the bit.
 2. float32: a few documents asked about again and again over a pool that holds a fifth of them, under each write policy,
-   along with a run without a second tier.
+   compared with a run without a second tier.
 
 Prints one JSON object a line; exit status 1 if anything differs.
 """

@@ -1,10 +1,10 @@
 """Attention of prompt chunks over a float8 cache: the pages are widened into a buffer, which FlashAttention 3 then reads.
 
 FlashInfer's kernel that reads float8 with wider queries is three times slower than FlashAttention 3 on an H200 (164 against 542
-TFLOP/s for 8192 tokens, 32/8 heads of 128), and widening costs little along with attention. Requests are taken in groups whose
+TFLOP/s for 8192 tokens, 32/8 heads of 128), and widening costs little compared with attention. Requests are taken in groups whose
 pages fit in the buffer.
 
-Cost along with attention's: for each number of the chunks' contexts one byte is read and two are written.
+Cost compared with attention's: for each number of the chunks' contexts one byte is read and two are written.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def tile_rows(group: int, dim: int, dtype: torch.dtype) -> int:
 def key_blocks(dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[int, int]:
     """Keys of a block, a power of 2, and Triton's stages.
 
-    A block's pages are loaded a stage before its keys, so that five stages have two blocks under way along with the one in use,
+    A block's pages are loaded a stage before its keys, so that five stages have two blocks under way besides the one in use,
     and two or three have none: 401 TFLOP/s on an H200, with 64 keys and two stages 318.
 
     Args:

@@ -14,7 +14,7 @@ def triton_cache() -> Path:
 
 
 def flashinfer_folder() -> Path:
-    """A folder of our own along with what FlashInfer compiles, for libraries that were compiled elsewhere."""
+    """A folder of our own next to what FlashInfer compiles, for libraries that were compiled elsewhere."""
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", str(Path.home()))) / ".cache" / "flashinfer" / "sapwood"
 
 

@@ -1,6 +1,6 @@
 """Triton: of latent attention (MLA) all between the projections and attention of absorbed queries, in one launch.
 
-Vectors are normed, rotated and written to the cache; queries meet the matrix that expands latents, along with their rotated
+Vectors are normed, rotated and written to the cache; queries meet the matrix that expands latents, and their rotated
 parts. A program has a tile of tokens and a part of a head's matrix, which it begins to read before the kernel ahead has ended;
 the first programs share out the tokens' vectors. In two launches, ``triton_store`` and ``triton_heads``, queries are written and
 read once more. Bound: one read of the matrices and of queries and vectors, one write.

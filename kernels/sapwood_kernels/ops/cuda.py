@@ -277,7 +277,7 @@ class CudaOps(DeviceOps):
         if not seconds:
             return modelled
         held = gate_up.weight if isinstance(gate_up, DenseStack) else gate_up.codes
-        # A GGUF file may have matrices in few bits along with others that are widened, and not the same ones in each layer.
+        # A GGUF file may have matrices in few bits and others that are widened, and not the same ones in each layer.
         kind = "+".join(dict.fromkeys(map(_kind, (gate_up, down))))
         of = f"{chosen}of{experts}-{shared}" if shared else f"{chosen}of{experts}"
         parts = (  # the last one counts changes of the candidates: tiles measured among others do not hold

@@ -47,7 +47,7 @@ from sapwood_kernels.sampling import cpu_sampling
 # The operations that layers, sampling and the runner take from the device. Here: what any device of torch's can do.
 
 
-# A queue of a device's along with the one that computes: what waits there for another device holds no computation up.
+# A queue of a device's besides the one that computes: what waits there for another device holds no computation up.
 
 
 class SideQueue:
@@ -254,7 +254,7 @@ class DeviceOps:
         return Fence()
 
     def side_queue(self) -> SideQueue:
-        """A new queue of the device, along with the one that computes."""
+        """A new queue of the device, besides the one that computes."""
         return SideQueue()
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -79,7 +79,7 @@ def examine_protos(stubs: Path = _STUBS) -> Finding:
     """Whether the stubs are there, and, where the protos and their compiler are too, whether they are of these protos.
 
     Args:
-        stubs: Their folder; in a checkout the protos are in ``protos`` along with its package's folder.
+        stubs: Their folder; in a checkout the protos are in ``protos`` next to its package's folder.
     """
     root = stubs.parents[1]
     protos = sorted((root / "protos").glob("sapwood/v1/*.proto"))

@@ -65,7 +65,7 @@ class Child:
             flags: Its command line.
             on_line: Called with name and text of each line it writes; must not raise.
             reworded: Changes each line before it is shown and kept.
-            environment: Variables along with those of this process.
+            environment: Variables besides those of this process.
         """
         process = _start(python_command("-m", "sapwood.cli.local.tied", module, *flags), environment or {})
         output = asyncio.StreamReader(limit=_LONGEST_LINE)

@@ -161,7 +161,7 @@ class Cluster:
         return self._workers[index]
 
     def _of_router(self, tokenizer: str, workers: list[str]) -> dict[str, Any]:
-        """The router's settings that depend on the other services, along with those given by flags."""
+        """The router's settings that depend on the other services, besides those given by flags."""
         router = self._services.router
         settings: dict[str, Any] = {
             "tokenizer": ",".join([tokenizer, *filter(None, [router.given.get("tokenizer")])]),

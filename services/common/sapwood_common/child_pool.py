@@ -81,7 +81,7 @@ class PoolLimits:
         most_paused: Processes that are paused at a time.
         max_queued: Questions that wait; beyond that, the newest of the caller with most is refused.
         slice_seconds: How long a question runs before others have their turn.
-        memory_bytes: Memory of a process along with what it has after its start.
+        memory_bytes: Memory of a process besides what it has after its start.
         cpu_seconds: CPU time of a question, as a second bound where the parent cannot kill; 0: none.
         warm: Whether a process is started as soon as one was ended, not when it is needed.
     """

@@ -26,5 +26,5 @@ def test_programs_that_are_not_here_are_not_offered(tmp_path: Path, monkeypatch:
     program = tmp_path / "grpcurl"
     program.touch(mode=0o755)
     assert "  grpcurl -plaintext" in welcome(services, endpoints, 1.0)
-    monkeypatch.setenv("PATH", "")  # it lies along with the interpreter only, as in a virtual environment
+    monkeypatch.setenv("PATH", "")  # it lies next to the interpreter only, as in a virtual environment
     assert f"  {program} -plaintext" in welcome(services, endpoints, 1.0)

@@ -1,4 +1,4 @@
-"""Whole prompts by torch's attention along with chunks by our own kernel: on a GPU, else in Triton's interpreter."""
+"""Whole prompts by torch's attention compared with chunks by our own kernel: on a GPU, else in Triton's interpreter."""
 
 from __future__ import annotations
 

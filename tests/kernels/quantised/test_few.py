@@ -105,7 +105,7 @@ def test_a_row_alone_is_multiplied_exactly_beside_an_outlier(outlier):
     got = triton_one.one_row(x, weight, dtype=torch.float32)
     wanted = x.double() @ dequantise(weight).double().t()
     others = wanted - x[:, 77].double() * dequantise(weight)[:, 77].double()
-    # Digits are of 23 bits of the largest: along with 10 000, others are known to 0.0024.
+    # Digits are of 23 bits of the largest: next to 10 000, others are known to 0.0024.
     assert float((got - wanted).norm() / others.norm()) < 3e-6 + 1e-6 * outlier
 
 

@@ -72,7 +72,7 @@ async def cluster(
 
 
 PATIENCE = 300.0
-"""Seconds after which what has not come never does. How long it takes is the machine's affair: along with a compiler, a
+"""Seconds after which what has not come never does. How long it takes is the machine's affair: next to a compiler, a
 minute."""
 
 

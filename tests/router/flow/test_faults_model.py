@@ -1,4 +1,4 @@
-"""Breaker, retry, queue and registry together, through random orders of events on a clock of the test's own, along with a plain
+"""Breaker, retry, queue and registry together, through random orders of events on a clock of its own, compared with a plain
 model of what must hold.
 """
 

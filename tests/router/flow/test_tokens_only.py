@@ -162,7 +162,7 @@ async def test_what_needs_the_text_is_refused_by_name(make_cluster, expect_error
             body = {"prompt": "a", "detokenize": False, field: value}
             answer = await cluster.http.post("/v1/completions", json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
-        # A prompt that is text, a grammar and the texts along with probabilities are the tokenizer's matter all the same.
+        # A prompt that is text, a grammar and the texts of probabilities are the tokenizer's matter all the same.
         body = {"prompt": "ab", "detokenize": False, "logprobs": 1, "regex": "ab", "max_tokens": 9}
         (choice,) = (await cluster.http.post("/v1/completions", json=body)).json()["choices"]
         assert (choice["text"], choice["token_ids"], choice["logprobs"]["tokens"][:2]) == (

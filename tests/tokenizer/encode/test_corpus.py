@@ -1,4 +1,4 @@
-"""Texts of all kinds on real vocabularies: the service's encoder and detokenizer along with the `tokenizers` library."""
+"""Texts of all kinds on real vocabularies: the service's encoder and detokenizer compared with the `tokenizers` library."""
 
 import argparse
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""fastokens along with the `tokenizers` library: equal ids on real vocabularies, or it is not used."""
+"""fastokens compared with the `tokenizers` library: equal ids on real vocabularies, or it is not used."""
 
 from __future__ import annotations
 

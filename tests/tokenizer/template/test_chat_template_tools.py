@@ -1,4 +1,4 @@
-"""Tools, tool calls and continued messages in chat templates, along with transformers' rendering of the same."""
+"""Tools, tool calls and continued messages in chat templates, compared with transformers' rendering of the same."""
 
 import pytest
 

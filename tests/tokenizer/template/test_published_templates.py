@@ -1,4 +1,4 @@
-"""Templates of model families, written after their makers' documentation, along with transformers' rendering of the same."""
+"""Templates of model families, written after their makers' documentation, compared with transformers' rendering of the same."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Every kind of vocabulary file, along with the library that the kind is from."""
+"""Every kind of vocabulary file, compared with the library that the kind is from."""
 
 import argparse
 import base64

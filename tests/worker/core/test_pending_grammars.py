@@ -1,4 +1,4 @@
-"""Grammars of long chains are built along with the loop: none of them ends the process, whose stack they would not fit."""
+"""Grammars of long chains are built while the loop runs: none of them ends the process, whose stack they would not fit."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The demo model's answers from every tier, under every policy, with every page size and every store, along with recomputation.
+"""The demo model's answers from every tier, under every policy, with every page size and every store, and recomputation.
 
 The weights are loaded once; each combination has tiers of its own. The device has room for one document, not for two, so what is
 asked in turns comes from the device (L1), then from the host (L2), and, once both have been emptied, from the store (L3).

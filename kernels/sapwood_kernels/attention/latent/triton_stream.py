@@ -1,7 +1,7 @@
 """Gluon: latent attention (MLA) of one new token for each of many requests, absorbed, by programs that read without a pause.
 
 There is a program for each multiprocessor: a warp fills a ring in shared memory by the bulk copy engine, with a request's queries
-along with its first vectors, and four multiply. A block of 64 vectors is the left side of ``wgmma``, the heads' queries, and then
+with its first vectors, and four multiply. A block of 64 vectors is the left side of ``wgmma``, the heads' queries, and then
 the weights, are the right side: so a product has no idle rows, whatever multiple of 8 the heads are, and takes the vectors from
 where they lie.
 
@@ -46,7 +46,7 @@ _LEAST = 24
 """Requests from which it is worth its longer start."""
 _BEGIN = 2
 """Blocks that beginning and ending a request count as. 225 requests of 745 keys on average and 31 rows that pad took an H200
-142 us a layer when it counted 0, and 79, 66, 64 and 64 for 1 to 4 (queries fetched apart). With 2, and queries fetched along with
+142 us a layer when it counted 0, and 79, 66, 64 and 64 for 1 to 4 (queries fetched apart). With 2, and queries fetched with
 the
 vectors: 57."""
 

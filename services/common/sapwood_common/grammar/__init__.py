@@ -16,7 +16,7 @@ compile, mean / p99 / max       1.7 / 2.9 / 5.5 ms             673 / 5 827 / 6 5
 artefact, mean / max            384 B / 1.2 kB                 6.6 MB / 32.7 MB
 mask, batch 1: p50 / p99        51 us / 1.3 ms                 97 us / 4.5 ms
 accept a token, mean            21 us                          38 us
-completed outputs that fail     0 of 177                       11 of 178 (ignores maxLength along with
+completed outputs that fail     0 of 177                       11 of 178 (ignores maxLength next to
 their schema                                                   pattern, allOf, undeclared required)
 keyword it cannot enforce       an error that names it         mostly ignored, or a logged warning
 bounds on work                  fuel for compiling, fuel and   none: 6.6 s for one schema

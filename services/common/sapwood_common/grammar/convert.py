@@ -11,7 +11,7 @@ def to_grammar(message: common_pb2.Grammar) -> GrammarSource | bytes:
     """The source, or the serialised artefact where the message carries that.
 
     Raises:
-        InvalidArgumentError: It is empty, or has options along with an artefact.
+        InvalidArgumentError: It is empty, or has options next to an artefact.
     """
     kind = message.WhichOneof("grammar")
     options = message.options

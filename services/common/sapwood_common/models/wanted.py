@@ -46,7 +46,7 @@ def weights_named_by(index: str | None) -> Sequence[str]:
         if not all(isinstance(name, str) for name in names):
             raise TypeError(names)
         if outside := [name for name in names if not is_shard_name(name)]:
-            raise ValueError(f"{outside[0]!r:.100} is no name of a .safetensors file along with the index")
+            raise ValueError(f"{outside[0]!r:.100} is no name of a .safetensors file next to the index")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{INDEX}: cannot be read: {error!r}") from error
     return names

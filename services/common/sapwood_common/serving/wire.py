@@ -1,4 +1,4 @@
-"""Looks at messages along with their descriptors, without parsing them.
+"""Looks at messages with their descriptors, without parsing them.
 
 protobuf's parser only says "Error parsing message": :func:`find_invalid_utf8` finds the first string field that is not UTF-8, so
 that the error can name it. And it parses whatever comes: 16 MB of empty fields take 0.2 s, and 400 MB. :func:`count_fields` tells

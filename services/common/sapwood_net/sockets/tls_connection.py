@@ -414,7 +414,7 @@ def hand_over(protocol: asyncio.BaseProtocol, content: bytes) -> None:
 _HEAD = 5
 """Bytes of a record's type, version and length."""
 _MOST_FRAMING, _FRAMING_PER_BYTE = 32 * 1024, 8
-"""Bytes that a client may send along with the content, and as many more for each byte of content. A record has 22 along with its
+"""Bytes that a client may send besides the content, and as many more for each byte of content. A record has 22 besides its
 own: small frames, each in a record, come to 2 a byte."""
 
 
@@ -427,7 +427,7 @@ class TlsRecords:
         self._left = 0
         """Bytes of the record that are still to come."""
         self._framing = _MOST_FRAMING
-        """Bytes along with the content that may still come."""
+        """Bytes besides the content that may still come."""
 
     def have_content(self, size: int, content: int) -> bool:
         """Whether the client may continue after a piece of ``size`` bytes with this many of content."""

@@ -22,7 +22,7 @@ PROMPT_SECONDS = 20.0
 _HALF_LIFE = 60.0
 """Seconds after which work handed out counts half in ``recent_work``."""
 _REQUEST_WORK = 256
-"""What a request adds to ``recent_work`` along with its prefill: about what its answer will take."""
+"""What a request adds to ``recent_work`` besides its prefill: about what its answer will take."""
 
 
 class Lease:

@@ -69,7 +69,7 @@ class PolicyBook:
         default: The policy of models that are not named.
         of_models: Policies of those that are.
         decode: The policy by which a disaggregated request's decode worker is chosen; empty: the model's.
-        shadows: Asked along with each of them.
+        shadows: Asked with each of them.
         make: Makes a policy.
         on_shadow: Gets a shadow's name, and whether it chose as the policy did.
 

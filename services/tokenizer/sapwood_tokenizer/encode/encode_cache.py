@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 _ENTRY_BYTES = 360
-"""Bytes of an entry along with the text and the ids: dictionary slot and links, key tuple, array object."""
+"""Bytes of an entry besides the text and the ids: dictionary slot and links, key tuple, array object."""
 
 _LARGEST_SHARE = 8
 """An entry larger than this fraction (one eighth) of the budget is not kept: it would evict too much else."""

@@ -24,7 +24,7 @@ from sapwood_tokenizer.encode.pair_template import PairTemplate, read_pair_templ
 
 _SECONDS = 10.0
 _CHARACTERS_A_SECOND = 20_000
-"""How fast a text must be encoded at least, along with ``_SECONDS``."""
+"""How fast a text must be encoded at least, besides ``_SECONDS``."""
 _MEMORY_BYTES = 1 << 30
 
 

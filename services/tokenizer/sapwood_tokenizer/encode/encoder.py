@@ -323,7 +323,7 @@ class _Form:
     Attributes:
         tokens: Those two or three.
         suffix_first: Whether the text after the gap comes first.
-        ends: Further tokens that end the filled-in text, along with those of the form and the end of the text: in the family's
+        ends: Further tokens that end the filled-in text, besides those of the form and the end of the text: in the family's
             training data the next file begins there.
     """
 
@@ -360,7 +360,7 @@ class FillInMiddle:
 
     Attributes:
         lead: What the text after the gap is encoded behind, so that no space is put before it.
-        end_token_ids: Tokens that end what is filled in, along with the model's own end tokens.
+        end_token_ids: Tokens that end what is filled in, besides the model's own end tokens.
     """
 
     tokens: tuple[int, ...]

@@ -164,7 +164,7 @@ def _running(model: ModelFacts, cache_tokens: int) -> tuple[int, str]:
 
 
 def _activation_bytes(model: ModelFacts) -> int:
-    """What a token of a step takes along with its place in the cache, about: two bytes a number."""
+    """What a token of a step takes besides its place in the cache, about: two bytes a number."""
     return 2 * _SPARE * (6 * model.hidden_size + 4 * model.intermediate_size)
 
 

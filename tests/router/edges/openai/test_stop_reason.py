@@ -24,7 +24,7 @@ CASES: list[tuple[dict[str, Any], bool, tuple[str, str | int | None]]] = [
     ({"n": 2, "stop": "o"}, True, ("stop", "o")),
     ({"return_token_ids": True, "stop": "o"}, True, ("stop", "o")),
 ]
-"""What is asked along with the prompt, whether the model ends with its own end token, and how the answer ends."""
+"""What is asked with the prompt, whether the model ends with its own end token, and how the answer ends."""
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -1,4 +1,4 @@
-"""vLLM's endpoints along with OpenAI's: tokens of texts and conversations, texts of tokens, the version."""
+"""vLLM's endpoints besides OpenAI's: tokens of texts and conversations, texts of tokens, the version."""
 
 from __future__ import annotations
 

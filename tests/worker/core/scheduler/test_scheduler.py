@@ -161,7 +161,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_decode_beside_it() -> None:
     driver.add("long", list(range(30)), max_tokens=1)
     driver.run()
     together = [batch for batch in driver.batches if set(batch) == {"running", "long"}]
-    assert len(together) == 5  # 30 tokens, 7 a step along with one decode
+    assert len(together) == 5  # 30 tokens, 7 a step with one decode
     assert driver.received["long"] == driver.expected["long"]
 
 

@@ -103,7 +103,7 @@ def test_a_backend_that_needs_a_gpu_is_refused_without_one():
 
 
 def served(make_runner, make_driver, tiny, **options):
-    """The logits in float32 of a prompt after a cached prefix, along with two decodes."""
+    """The logits in float32 of a prompt after a cached prefix, with two decodes."""
     driver = make_driver(make_runner(tiny.path, **options))
     for slot, count in ((0, 9), (1, 20), (2, 30)):
         driver.add(slot, [(7 * i + slot) % 50 + 3 for i in range(count)])
@@ -260,7 +260,7 @@ def test_chunks_of_latent_prompts_by_flash_attention_equal_transformers(
     driver.add(2, tokens)
     driver.add(3, tokens[:40])
     driver.add(4, tokens[:9])
-    # A prompt whole, then a chunk over a cached prefix along with other prompts.
+    # A prompt whole, then a chunk over a cached prefix with other prompts.
     steps = {2: 30}, {2: 30, 3: 40, 4: 9}
     got = torch.cat([driver.runner.logits(driver.output(each)) for each in steps]).cpu()
     expected = torch.cat((wanted, wanted[:40], wanted[:9]))

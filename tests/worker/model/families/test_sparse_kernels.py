@@ -113,7 +113,7 @@ def test_kernels_compute_with_experts_in_float8_as_a_cpu_does(tiny_model, tmp_pa
 
 
 def steps(make_runner, make_driver, path, **options):
-    """Logits of a prompt, of a chunk of it along with another prompt, and of ten decodes; and what the decodes chose."""
+    """Logits of a prompt, of a chunk of it with another prompt, and of ten decodes; and what the decodes chose."""
     driver = make_driver(make_runner(path, **options))
     tokens = [3 + i * 11 % 90 for i in range(50)]
     driver.add(2, tokens)

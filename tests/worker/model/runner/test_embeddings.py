@@ -48,7 +48,7 @@ def pooled(hidden: torch.Tensor, pooling: str) -> np.ndarray[Any, Any]:
 def embed(
     runner: Any, prompts: list[list[int]], poolings: list[str], generate: int = 0, **settings: Any
 ) -> tuple[list[np.ndarray[Any, Any]], Scheduler]:
-    """The embeddings of all prompts, along with ``generate`` requests that decode."""
+    """The embeddings of all prompts, together with ``generate`` requests that decode."""
     scheduler = scheduler_for(runner.info, **settings)
     outputs: dict[int, RequestOutput] = {}
     for serial, (prompt, pooling) in enumerate(zip(prompts, poolings, strict=True)):

@@ -1,7 +1,7 @@
 """One bidirectional gRPC call on an HTTP/2 connection of its own, carried by the event loop that uses it.
 
 grpcio's asyncio API reads and writes on a thread of its own and wakes the event loop for each message, which costs about 160 us
-of CPU time a message. Here the event loop reads and writes itself, for about 2 us a message along with the socket's own cost.
+of CPU time a message. Here the event loop reads and writes itself, for about 2 us a message besides the socket's own cost.
 That pays for calls that last as long as the service, with a message a step; all others are grpcio's.
 
 A graceful GOAWAY changes nothing: the call continues to its end, and its connection gets no other call.

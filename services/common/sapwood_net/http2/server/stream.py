@@ -13,7 +13,7 @@ from sapwood_net.http2.wire import frames
 from sapwood_net.http2.wire.message_reader import PREFIX, MessageReader
 
 WINDOW = 1024 * 1024
-"""Bytes that a client may send in messages that were not taken yet, along with the message that is on its way."""
+"""Bytes that a client may send in messages that were not taken yet, besides the message that is on its way."""
 _GRANTED = WINDOW // 2
 """Bytes taken after which the client may send as many again: WINDOW_UPDATE says so."""
 CRUMB = 64
@@ -23,7 +23,7 @@ _LIGHT = 4 * 1024
 _LARGE = 64 * 1024
 """Bytes: a larger request counts as held while its call runs."""
 _EACH = 128
-"""Bytes of memory that a whole message takes along with its own."""
+"""Bytes of memory that a whole message takes besides its own."""
 _CALL = 8 * 1024
 """Bytes that are counted for a large call in addition to its messages: its task and state, while it waits for its turn."""
 _UNREAD = 16 * 1024

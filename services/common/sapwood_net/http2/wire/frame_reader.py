@@ -26,7 +26,7 @@ _MOST_BLOCK_FRAMES = 1024
 _UNASKED, _AGAIN = 2048, 512
 """Bytes of frames that are handed over before the first question whether time is over, and between two questions."""
 _BLOCK = 512
-"""Bytes that a header block counts for along with three times its own: it takes that much longer than other frames."""
+"""Bytes that a header block counts for besides three times its own: it takes that much longer than other frames."""
 
 
 class FrameReceiver(Protocol):

@@ -18,13 +18,13 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.left_out import LeftOut
 
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Parameters, each with the values that ask for nothing, along with null."""
+"""Parameters, each with the values that ask for nothing, besides null."""
 
 _MOST_EXPLAINED = 64 * 1024
 """Bytes up to which a body is searched for the parameter with bad Unicode, so that the error can name it."""
 
 _NOTHING: tuple[Any, ...] = ("", False, [], {})
-"""Values that ask for nothing, along with null."""
+"""Values that ask for nothing, besides null."""
 _LONGEST_COMPARED = 40
 """Characters up to which an unknown name is compared with the known ones, which takes most of a millisecond."""
 _MOST_COMPARED = 8

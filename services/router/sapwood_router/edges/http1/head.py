@@ -158,7 +158,7 @@ def _read(data: bytes) -> tuple[Head, int | None]:
     if lengths and len(lengths[0]) > _MOST_DIGITS:
         raise HttpError(400, "content-length has too many digits", field="content-length")
     head = Head(line, [field for field in fields.found if field[0] != b"content-length"])
-    # llhttp lets nothing but digits through as a length, and none along with chunks.
+    # llhttp lets nothing but digits through as a length, and none next to chunks.
     return head, None if b"transfer-encoding" in head.fields else int(lengths[0]) if lengths else 0
 
 

@@ -45,7 +45,7 @@ class Group:
         return replace(report, words=f"{report.words}; beside {self.overlap.words}")
 
     def counts(self) -> dict[str, int]:
-        """How often each method has summed, and how many of these sums ran along with a product."""
+        """How often each method has summed, and how many of these sums ran during a product."""
         found = {} if self.sums is None else self.sums.counts()
         return found if self.overlap is None else found | {OVERLAPPED: self.overlap.summed}
 

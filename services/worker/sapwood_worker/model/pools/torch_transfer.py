@@ -198,7 +198,7 @@ class CpuTransfer:
 
 
 class CudaTransfer:
-    """Implements :class:`Transfer` on two streams, one for each direction, along with the stream that computes.
+    """Implements :class:`Transfer` on two streams, one for each direction, besides the stream that computes.
 
     A store waits for what was launched before it, so that it reads finished KV; the computation waits for it only at a fence.
     A load goes layer by layer and records an event after each: the computation of a layer waits for that layer's event alone

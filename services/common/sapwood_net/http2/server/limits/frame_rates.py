@@ -21,7 +21,7 @@ class Rule:
 
     Attributes:
         name: The frames' name, in plural.
-        per_second: Frames a second, along with those that were earned.
+        per_second: Frames a second, besides those that were earned.
         burst: Frames at once.
     """
 

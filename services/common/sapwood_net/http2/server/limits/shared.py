@@ -17,7 +17,7 @@ from sapwood_net.pacing.time_share import TimeShare
 from sapwood_net.pacing.write_batch import WriteBatch
 
 
-# Unfolds large messages along with everything else: 16 KB may become 16 MB, which takes 40 ms.
+# Unfolds large messages at the same time as everything else: 16 KB may become 16 MB, which takes 40 ms.
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     unfolder: Unfolder

@@ -254,9 +254,7 @@ def _measure_beside(
             router.rest()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 late.setdefault(router.engine, []).append(runner.run(both(router.http_port)))
-            print(
-                f"  during calls of 100 KB, {router.engine}: p99 {late[router.engine][-1]:.1f} ms", file=sys.stderr
-            )
+            print(f"  during calls of 100 KB, {router.engine}: p99 {late[router.engine][-1]:.1f} ms", file=sys.stderr)
 
 
 def _run(work: Any) -> Result:

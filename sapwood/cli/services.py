@@ -103,9 +103,7 @@ class Services:
 
 def add_service_flags(parser: argparse.ArgumentParser) -> None:
     """Adds every flag of every service, in a group for each; a service's port has a flag of `sapwood up` already."""
-    router = parser.add_argument_group(
-        "router", "--router-workers and --router-tokenizer: besides those started here."
-    )
+    router = parser.add_argument_group("router", "--router-workers and --router-tokenizer: besides those started here.")
     add_settings(router, RouterConfig, "router-")
     add_settings(parser.add_argument_group("tokenizer"), TokenizerConfig, "tokenizer-", without={"port"})
     add_settings(parser.add_argument_group("workers", _OF_ALL_WORKERS), WorkerConfig, "worker-", without={"port"})

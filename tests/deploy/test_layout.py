@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("service", ["router", "tokenizer", "worker"])
 def test_a_services_own_folder_holds_rooms_and_nothing_else_but_its_start(service: str) -> None:
     folder = ROOT / "services" / service / f"sapwood_{service}"
-    assert {path.name for path in folder.glob("*.py")} == {"__init__.py", "__main__.py", "app.py", "config.py"}
+    found = {path.name for path in folder.glob("*.py")} - {"settings.py"}  # what config.py is made of
+    assert found == {"__init__.py", "__main__.py", "app.py", "config.py"}
 
 
 def test_files_that_the_page_for_developers_names_exist() -> None:

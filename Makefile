@@ -23,7 +23,7 @@ RELEASED := protos/released.binpb
 TEST_ENV := PYTEST_XDIST_AUTO_NUM_WORKERS=$(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-clients test-containers test-losses test-handoffs audit lint fmt proto proto-release docs site bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu trace node clean
+.PHONY: help up test test-slow test-clients test-containers test-losses test-handoffs audit lint fmt proto proto-release version docs site bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu trace node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,12 @@ proto: $(BIN)/.installed-dev ## Generate the Python stubs from protos/ again
 
 proto-release: $(BIN)/.installed-dev ## Take the protos as they are now for those that clients hold: before a release is tagged
 	$(BIN)/buf build protos --exclude-source-info -o $(RELEASED)
+
+version: ## Set the version of the package and of the images' tags: V=0.2.0
+	@old=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml); test -n "$(V)" && test -n "$$old" && \
+	sed -i "s/^version = \"$$old\"/version = \"$(V)\"/" pyproject.toml && \
+	sed -i "s/$$(echo $$old | sed 's/\./\\./g')/$(V)/g" $$(grep -rlF "$$old" deploy/k8s docker/*.Dockerfile docs/operations.md) && \
+	echo "$$old -> $(V)"
 
 docs: $(BIN)/.installed-dev ## Write docs/configuration.md, docs/metrics.md and the dashboards from the code again
 	$(BIN)/python docs/write_configuration.py

@@ -34,7 +34,7 @@ RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.ca
     /opt/sapwood/bin/pip install -r /build/requirements.txt -c /build/constraints.txt
 COPY --from=sapwood /wheel /wheel
 COPY docker/sbom.py /build/
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
     /opt/sapwood/bin/python /build/sbom.py sapwood-model "$VERSION" > /opt/sapwood/sbom.cdx.json
 
@@ -49,7 +49,7 @@ HEALTHCHECK NONE
 ENTRYPOINT ["sapwood", "model", "fetch"]
 CMD ["demo"]
 ARG PYTHON_IMAGE
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 ARG CREATED=unknown
 ARG SOURCE=unknown

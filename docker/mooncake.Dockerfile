@@ -8,7 +8,7 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 RUN apt-get update; apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1; rm -rf /var/lib/apt/lists/*
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/mooncake/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 COPY docker/constraints.txt docker/sbom.py /build/
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     python3 -m venv /opt/mooncake; \
@@ -23,7 +23,7 @@ HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
 ENTRYPOINT ["mooncake_master"]
 CMD ["--logtostderr=true", "--enable_http_metadata_server=true", "--http_metadata_server_host=0.0.0.0"]
 ARG PYTHON_IMAGE
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 ARG CREATED=unknown
 ARG SOURCE=unknown

@@ -34,7 +34,7 @@ RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.ca
     /opt/sapwood/bin/pip install -r /build/requirements.txt -c /build/constraints.txt
 COPY --from=sapwood /wheel /wheel
 COPY docker/sbom.py /build/
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
     /opt/sapwood/bin/pip uninstall -y pip setuptools; \
     find /opt/sapwood -name tests -type d -prune -exec rm -rf {} +; \
@@ -52,7 +52,7 @@ HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
     CMD ["sh", "-c", "exec python -m sapwood_common.serving.probe 127.0.0.1:${SAPWOOD_TOKENIZER_HEALTH_PORT:-50052}"]
 ENTRYPOINT ["python", "-m", "sapwood_tokenizer"]
 ARG PYTHON_IMAGE
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 ARG CREATED=unknown
 ARG SOURCE=unknown

@@ -81,7 +81,7 @@ RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.ca
     if [ -s /build/extras.txt ]; then /opt/sapwood/bin/pip install -r /build/extras.txt -c /build/constraints.txt; fi
 COPY --from=sapwood /wheel /wheel
 COPY docker/sbom.py /build/
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
     /opt/sapwood/bin/pip uninstall -y pip; \
     /opt/sapwood/bin/python /build/sbom.py "sapwood-worker-$VARIANT" "$VERSION" > /opt/sapwood/sbom.cdx.json
@@ -106,7 +106,7 @@ HEALTHCHECK --interval=5s --timeout=15s --start-period=300s --retries=3 \
     CMD ["sh", "-c", "exec python -m sapwood_common.serving.probe 127.0.0.1:${SAPWOOD_WORKER_HEALTH_PORT:-50061}"]
 ENTRYPOINT ["python", "-m", "sapwood_worker"]
 ARG VARIANT
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 ARG CREATED=unknown
 ARG SOURCE=unknown

@@ -30,7 +30,7 @@ from dialled_drafts import edit_prompt
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import packaged_path
-from sapwood_worker.core.scheduler.speculation.prefix_drafter import LENGTH, MOST_PLACES, CopyingRow
+from sapwood_worker.core.scheduler.speculation.ngram_drafter import LENGTH, MOST_PLACES, CopyingRow
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions

@@ -23,7 +23,7 @@ from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_worker.front.metrics import WorkerMetrics
-from sapwood_worker.ipc.liveness import Vitals
+from sapwood_worker.ipc.liveness import Liveness
 from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import SumChoices
@@ -65,7 +65,7 @@ def render() -> str:
     worker_metrics.watch(Load)
     worker_metrics.watch_experts(ExpertLoad, int)
     worker_metrics.watch_sums(dict, SumChoices)
-    worker_metrics.watch_vitals(Vitals())
+    worker_metrics.watch_vitals(Liveness())
     sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]
     return "\n".join([HEAD, *(f"## {name}\n\n{table(metrics.specs)}" for name, metrics in sections)])
 

@@ -114,7 +114,7 @@ class Engine:
             windows=info.windows,
             page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length,
             max_running=max_running, max_step_tokens=max_step_tokens,
-            lanes=info.lanes, lanes_from=info.lanes_from, chained=info.chained and overlap,
+            micro_batches=info.micro_batches, micro_batches_from=info.micro_batches_from, chained=info.chained and overlap,
         )  # fmt: skip
         schedulers = [Scheduler(config) for _ in range(info.attention_ranks)]
         self.scheduler = schedulers[0] if len(schedulers) == 1 else RankPlanner(config, schedulers)
@@ -184,7 +184,7 @@ class Engine:
 
     def _rounds(self, batch: int) -> Iterator[None]:
         """Steps until all is done, as :meth:`steps`; yields when they have brought each of a batch's requests a token."""
-        shares = self.scheduler.lanes if batch >= self.runner.info.lanes_from else 1
+        shares = self.scheduler.micro_batches if batch >= self.runner.info.micro_batches_from else 1
         recent, since = deque[int](maxlen=shares), 0
         for outputs in self.steps():
             recent.append(len(outputs))
@@ -337,7 +337,7 @@ def main() -> None:
         kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
         ranks=arguments.tensor_parallel * arguments.pipeline_parallel, stages=arguments.pipeline_parallel,
         split=split, device=arguments.device, turn=arguments.turn, kernels_wait=not arguments.as_a_worker,
-        lanes=arguments.lanes,
+        micro_batches=arguments.micro_batches,
     )  # fmt: skip
     variant = variant_of(arguments)
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
@@ -345,7 +345,7 @@ def main() -> None:
     info = engine.runner.info
     bench.report("KV cache", info.attention_ranks * info.num_pages * info.page_size, "tokens")
     if info.pipeline_parallel > 1:
-        bench.report("lanes", info.lanes, f"steps at once, from {info.lanes_from} requests on")
+        bench.report("micro_batches", info.micro_batches, f"steps at once, from {info.micro_batches_from} requests on")
     engine.generate(prompts_of(1, 16, seed=1), [1])
     if arguments.turn is None:  # else it has waited
         bench.report("start-up", engine.start_seconds, "s")

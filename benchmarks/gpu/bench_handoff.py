@@ -40,7 +40,7 @@ from serving_load.services import Service, gpus_of_pair
 from serving_load.synthetic_model import write_model
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
-from sapwood_worker.core.cache.transfer.tcp import TcpMover
+from sapwood_worker.core.cache.transfer.tcp import TcpBackend
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 
@@ -141,7 +141,7 @@ def same_pages(prefill: Any, decode: Any, prompt: Sequence[int], page_bytes: int
     contents: list[list[bytes]] = []
     for ticket in tickets:
         buffers = [memoryview(bytearray(HEADER_BYTES + page_bytes)) for _ in indices]
-        had = TcpMover().read(ticket, indices, buffers)
+        had = TcpBackend().read(ticket, indices, buffers)
         contents.append(
             [bytes(buffer[HEADER_BYTES:]) if there else b"" for there, buffer in zip(had, buffers, strict=True)]
         )
@@ -209,7 +209,7 @@ class Counters:
         self._before: dict[str, float] = {}
 
     def since(self) -> dict[str, int]:
-        """What was counted of pulls since the last call."""
+        """What was counted of reads since the last call."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as page:
             text = page.read().decode()
         now = {name: float(value) for name, value in re.findall(r"^sapwood_worker_(pull\w+)_total (\S+)$", text, re.M)}

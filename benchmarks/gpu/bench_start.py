@@ -109,13 +109,13 @@ def main() -> None:
         from sapwood_kernels.compiled.places import triton_cache
         from sapwood_worker.model.compiled_kernels import take_kernels, this_machine
         from sapwood_worker.model.runner import builder
+        from sapwood_worker.model.runner.ahead_of_time import AheadOfTimeKernels
         from sapwood_worker.model.runner.graphs import cuda_graph
-        from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
     if arguments.archive is not None:
         with timeline.span("archive taken"):
             take_kernels(arguments.archive)
     timeline.watch(builder, "load_model", "weights, made up")
-    timeline.watch(KernelsAhead, "compile", "rehearsal, and Triton's compilers side by side")
+    timeline.watch(AheadOfTimeKernels, "compile", "rehearsal, and Triton's compilers side by side")
     timeline.watch(EarlyBuild, "wait", "waiting for FlashInfer's compilers")
     timeline.watch(EarlyBuild, "_run", "FlashInfer's compilers, along with the rest")
     timeline.watch(builder, "measure_pool_bytes", "memory measured, with the largest graphs")

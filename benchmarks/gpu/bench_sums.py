@@ -24,7 +24,7 @@ from torch import Tensor
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.distributed.all_reduce import NormedMethod, SumMethod
 from sapwood_worker.model.distributed.calibration import TrialNorm, time_on_host
-from sapwood_worker.model.distributed.own_sums import choose_sums
+from sapwood_worker.model.distributed.custom_all_reduce import choose_sums
 from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
 
 WIDTH, CHAIN = 8192, 16
@@ -40,7 +40,7 @@ def measure(rank: int, size: int, folder: str, device_type: str) -> None:
     plain: Sequence[SumMethod] = ()
     fused: Sequence[NormedMethod] = ()
     if device_type == "cuda":
-        from sapwood_worker.model.distributed.peer_sums import make_peer_sums, time_on_gpu  # it needs Triton
+        from sapwood_worker.model.distributed.peer_all_reduce import make_peer_sums, time_on_gpu  # it needs Triton
 
         device, timer = torch.device("cuda", rank), time_on_gpu
         torch.cuda.set_device(device)

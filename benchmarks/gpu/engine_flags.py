@@ -20,7 +20,7 @@ def variant_of(given: argparse.Namespace) -> str:
         "dp-attention": given.data_parallel_attention,
         given.expert_dispatch: given.expert_dispatch != "gather",
         f"pp{given.pipeline_parallel}": given.pipeline_parallel > 1,
-        f"lanes-{given.lanes}": given.lanes != "auto",
+        f"micro_batches-{given.micro_batches}": given.micro_batches != "auto",
     }
     return "+".join((given.model.name, *(name for name, unusual in named.items() if unusual)))
 

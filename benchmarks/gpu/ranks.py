@@ -24,11 +24,11 @@ import torch.distributed as dist
 from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.group_runner import GroupRunner, SplitRequestsRunner
+from sapwood_worker.core.group.group_runner import DataParallelRunner, GroupRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.model.distributed.custom_all_reduce import choose_sums
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.group import Group
-from sapwood_worker.model.distributed.own_rows import OwnRows
-from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.graphs import cuda_graph, piecewise_graphs
@@ -138,7 +138,7 @@ def _locked(turn: Path | None) -> Iterator[None]:
 def _lead(runners: Iterable[ModelRunner], followers: list[list[Connection]]) -> Iterator[LoadedRunner]:
     for number, runner in enumerate(runners):
         ways = [each[number] for each in followers]
-        leader = GroupRunner if runner.info.attention_ranks == 1 else SplitRequestsRunner
+        leader = GroupRunner if runner.info.attention_ranks == 1 else DataParallelRunner
         yield leader(runner, ways) if ways else runner
         for way in ways:
             way.close()
@@ -195,7 +195,7 @@ def _join(place: Place, stages: int, device: str, split: Split) -> Callable[[Opt
         exchange_timeout=_EXCHANGE_SECONDS,
     )
     if split.own_requests and place.size > 1:
-        parallel = replace(parallel, rows=OwnRows(parallel.tp, device_ops(device)), dispatch=split.dispatch)
+        parallel = replace(parallel, rows=DataParallelRows(parallel.tp, device_ops(device)), dispatch=split.dispatch)
     if split.redundant_experts:
         parallel = replace(parallel, redundant_experts=split.redundant_experts)
         if device != "cpu":

@@ -24,7 +24,7 @@ def scheduler_for(
     """A scheduler for one model.
 
     Args:
-        info: What the model's runner says: its pages, windows, lanes and limits are the scheduler's.
+        info: What the model's runner says: its pages, windows, micro_batches and limits are the scheduler's.
         tiers: What holds pages below the device's.
         masks: Makes grammar masks; None: no request has a grammar.
         drafter: What drafts tokens, if ``settings`` has ``speculate``.
@@ -36,8 +36,8 @@ def scheduler_for(
         "num_pages": info.num_pages,
         "context_length": info.context_length,
         "max_running": info.max_running,
-        "lanes": info.lanes,
-        "lanes_from": info.lanes_from,
+        "micro_batches": info.micro_batches,
+        "micro_batches_from": info.micro_batches_from,
         "chained": info.chained,
         "prefix_cache": not info.encodes,
         "whole_prompts": info.encodes,

@@ -248,7 +248,7 @@ def test_a_plan_does_not_wait_for_masks_and_touches_no_unfilled_grammar(vocabula
 
 
 class Script:
-    """A mailbox that hands out one batch of messages each time the loop has nothing left to do, then a shutdown."""
+    """A channel that hands out one batch of messages each time the loop has nothing left to do, then a shutdown."""
 
     def __init__(self, *batches: list[ToScheduler]) -> None:
         self.sent: list[FromScheduler] = []
@@ -267,11 +267,11 @@ class Script:
 @pytest.fixture
 def loop(vocabulary, end_token, grammar_store) -> Callable[..., Script]:
     def run_(*batches: list[ToScheduler]) -> Script:
-        mailbox = Script(*batches)
+        channel = Script(*batches)
         EventLoop(
-            make_scheduler(vocabulary, end_token, 100), make_runner(vocabulary, end_token, 100), mailbox, grammar_store
+            make_scheduler(vocabulary, end_token, 100), make_runner(vocabulary, end_token, 100), channel, grammar_store
         ).run()
-        return mailbox
+        return channel
 
     return run_
 
@@ -282,35 +282,35 @@ def submit(serial: int, compiled: bytes, tokens: list[int], count: int = 0) -> S
 
 def test_the_loop_lets_a_request_in_when_its_grammar_is_built(loop, compile_grammar, vocabulary):
     compiled = compile_grammar("regex", PATTERN)
-    mailbox = loop([submit(0, compiled, PROMPT), submit(1, b"", PROMPT), submit(2, compiled, PROMPT)])
+    channel = loop([submit(0, compiled, PROMPT), submit(1, b"", PROMPT), submit(2, compiled, PROMPT)])
     for serial in (0, 2):
-        outputs = mailbox.outputs(serial)
+        outputs = channel.outputs(serial)
         assert outputs[-1].finish_reason == "stop"
         text = text_of(vocabulary, [token for output in outputs for token in output.token_ids])
         assert re.fullmatch(PATTERN, text)
-    assert mailbox.outputs(1)[-1].finish_reason in ("stop", "length")
+    assert channel.outputs(1)[-1].finish_reason in ("stop", "length")
 
 
 def test_the_loop_refuses_what_cannot_be_built_and_goes_on(loop, compile_grammar):
     compiled = compile_grammar("regex", "abc")
-    mailbox = loop(
+    channel = loop(
         [submit(0, compiled[:-1], PROMPT)], [submit(1, compiled, [*PROMPT, *b"ax"], 2)], [submit(2, compiled, PROMPT)]
     )
-    refused = {message.serial: message for message in mailbox.sent if isinstance(message, Refused)}
+    refused = {message.serial: message for message in channel.sent if isinstance(message, Refused)}
     assert refused[0].field == "grammar.compiled"
     assert refused[0].kind == InvalidArgumentError.__name__
     assert refused[1].field == "output_tokens"
-    assert mailbox.outputs(2)[-1].finish_reason == "stop"
+    assert channel.outputs(2)[-1].finish_reason == "stop"
 
 
 def test_a_request_that_goes_on_where_nothing_is_left_ends_at_once(loop, compile_grammar):
-    mailbox = loop([submit(0, compile_grammar("regex", "abc"), [*PROMPT, *b"abc"], 3)])
-    (output,) = mailbox.outputs(0)
+    channel = loop([submit(0, compile_grammar("regex", "abc"), [*PROMPT, *b"abc"], 3)])
+    (output,) = channel.outputs(0)
     assert (output.finish_reason, output.token_ids, output.prompt_tokens) == ("stop", [], 8)
 
 
 def test_a_request_aborted_while_its_grammar_is_built_is_never_seen_again(loop, compile_grammar):
     compiled = compile_grammar("regex", PATTERN)
-    mailbox = loop([submit(0, compiled, PROMPT), Abort(0)], [submit(1, compiled, PROMPT)])
-    assert not mailbox.outputs(0)
-    assert mailbox.outputs(1)[-1].finish_reason == "stop"
+    channel = loop([submit(0, compiled, PROMPT), Abort(0)], [submit(1, compiled, PROMPT)])
+    assert not channel.outputs(0)
+    assert channel.outputs(1)[-1].finish_reason == "stop"

@@ -29,11 +29,11 @@ class Ranks:
     """Three ranks' regions in one process; the others' numbers are there before rank 1 comes."""
 
     def __init__(self) -> None:
-        size = kernels.PeerSums.region_bytes(MOST)
+        size = kernels.PeerAllReduce.region_bytes(MOST)
         self._memory = [torch.zeros(size + 256, dtype=torch.uint8) for _ in range(3)]
         starts = [-each.data_ptr() % 256 for each in self._memory]
         self.regions = [each[start : start + size] for each, start in zip(self._memory, starts, strict=True)]
-        self.sums = kernels.PeerSums([each.data_ptr() for each in self.regions], 1, MOST, CPU)
+        self.sums = kernels.PeerAllReduce([each.data_ptr() for each in self.regions], 1, MOST, CPU)
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int64)
 
     def begin(self, programs: int) -> None:
@@ -227,7 +227,7 @@ def test_programs_that_have_parts_of_a_row_tell_each_other_their_squares(
 
 @pytest.mark.parametrize("two_shot", [False, True])
 def test_rows_that_are_no_vectors_or_too_many_are_not_taken(two_shot: bool) -> None:
-    sums = kernels.PeerSums([0] * 3, 1, MOST, CPU)
+    sums = kernels.PeerAllReduce([0] * 3, 1, MOST, CPU)
     taken = torch.zeros(2, 24)
     assert sums.takes_rows(taken, taken, two_shot=two_shot)
     for x, residual in (
@@ -255,12 +255,12 @@ def test_a_sum_for_which_a_rank_does_not_come_is_broken() -> None:
 PROGRAM = """
 import sys, numpy as np, torch
 from sapwood_kernels.reference import rms_norm
-from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerSums
+from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerAllReduce
 folder, rank = sys.argv[1], int(sys.argv[2])
 most = PROGRAMS * 16 * 2 * 8
 size = -(-PeerSums.region_bytes(most) // 4096) * 4096
 maps = [torch.from_numpy(np.memmap(f"{folder}/{each}", np.uint8, "r+", shape=size)) for each in range(2)]
-sums = PeerSums([each.data_ptr() for each in maps], rank, most, torch.device("cpu"))
+sums = PeerAllReduce([each.data_ptr() for each in maps], rank, most, torch.device("cpu"))
 made = lambda rank, turn, count: torch.randn(count, generator=torch.Generator().manual_seed(100 * turn + rank))
 for turn in range(6):
     count = (5, 700, most // 4)[turn % 3]

@@ -45,7 +45,9 @@ def test_processes_answer_as_one(
     with worker(path, tmp_path / "log", *flags) as stub:
         info = stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
         assert (info.tensor_parallel, info.pipeline_parallel) == ((2, 1) if kind == "tensor" else (1, 2))
-        assert info.speculate == ("auto" if kind == "tensor" else "off"), "drafts would take the stages' lanes away"
+        assert info.speculate == ("auto" if kind == "tensor" else "off"), (
+            "drafts would take the stages' micro-batches away"
+        )
         assert bool(info.all_reduce) == (kind == "tensor")
 
         def ask(slot: int) -> list[int]:

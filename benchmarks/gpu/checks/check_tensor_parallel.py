@@ -96,7 +96,8 @@ def answers(runner: LoadedRunner) -> list[Answer]:
     info = runner.info
     config = SchedulerConfig(
         windows=info.windows, page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length,
-        max_running=REQUESTS, max_step_tokens=256, lanes=info.lanes, lanes_from=info.lanes_from, chained=info.chained,
+        max_running=REQUESTS, max_step_tokens=256, chained=info.chained,
+        micro_batches=info.micro_batches, micro_batches_from=info.micro_batches_from,
     )  # fmt: skip
     schedulers = [Scheduler(config) for _ in range(info.attention_ranks)]
     scheduler = schedulers[0] if len(schedulers) == 1 else RankPlanner(config, schedulers)
@@ -237,8 +238,10 @@ def compare(
             fine, said = verdict(case, way, answers(runner), alone)
             if count > 1:
                 beside = under_way(runner)
-                said += f"; {runner.info.lanes} steps at once, {beside} launched while an earlier one was under way"
-                fine = fine and runner.info.lanes == count and beside > TOKENS
+                said += (
+                    f"; {runner.info.micro_batches} steps at once, {beside} launched while an earlier one was under way"
+                )
+                fine = fine and runner.info.micro_batches == count and beside > TOKENS
             if "direct" in way and not (fewer := exchanged(runner)) < 1:
                 fine, said = False, f"rows went to all ranks: {fewer:.2f} of their bytes"
             wrong += not fine
@@ -291,7 +294,7 @@ def main() -> int:
             (sparse_model() if name == SPARSE else models()[name]).save_pretrained(path)
             for dtype in ("float32", "bfloat16"):
                 sizes = {"num_pages": 512, "max_running": REQUESTS, "max_step_tokens": 256}
-                given[name, dtype] = {"model_path": path, "dtype": dtype, "lanes": "always", **sizes}
+                given[name, dtype] = {"model_path": path, "dtype": dtype, "micro_batches": "always", **sizes}
                 if arguments.device == "cuda" and dtype == "bfloat16":
                     given[name, dtype]["attention_backend"] = arguments.attention_backend
         say(began, f"{len(given)} models are made")

@@ -190,7 +190,7 @@ def _rank_normed_kernel(
         tl.store(done, times)
 
 
-class PeerSums:
+class PeerAllReduce:
     """Sums over ranks by these kernels.
 
     Args:

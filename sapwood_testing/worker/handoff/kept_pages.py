@@ -16,13 +16,13 @@ from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installe
 from sapwood_worker.core.cache.host import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
-from sapwood_worker.core.cache.transfer.backend import PageMover
-from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcMover, ExportedPages
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases
-from sapwood_worker.core.cache.transfer.mooncake import MooncakeMover, MooncakeSource
-from sapwood_worker.core.cache.transfer.nixl import NixlMover, NixlSource
+from sapwood_worker.core.cache.transfer.backend import TransferBackend
+from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcBackend, ExportedPages
+from sapwood_worker.core.cache.transfer.leases import TransferLeases
+from sapwood_worker.core.cache.transfer.mooncake import MooncakeBackend, MooncakeSource
+from sapwood_worker.core.cache.transfer.nixl import NixlBackend, NixlSource
 from sapwood_worker.core.cache.transfer.server import PageServer
-from sapwood_worker.core.cache.transfer.tcp import QuickestMover, SharedMemoryMover, TcpMover
+from sapwood_worker.core.cache.transfer.tcp import SameHostBackend, SharedMemoryBackend, TcpBackend
 from sapwood_worker.core.cache.transfer.wire import PageTls
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool, SharedMemory, pool_bytes
 from sapwood_worker.model.pools.peer_pages import OwnPool
@@ -30,16 +30,16 @@ from sapwood_worker.records.handoff import HandoffTicket
 
 FINGERPRINT = bytes.fromhex(namespace_of("model"))
 PAGES, BYTES = 8, 200_000
-MOVERS: dict[str, Callable[[PageTls | None, HostPool], PageMover]] = {
-    "tcp": lambda tls, _: TcpMover(tls),
-    "shm": lambda tls, _: SharedMemoryMover(tls),
-    "auto": lambda tls, _: QuickestMover(tls),
+MOVERS: dict[str, Callable[[PageTls | None, HostPool], TransferBackend]] = {
+    "tcp": lambda tls, _: TcpBackend(tls),
+    "shm": lambda tls, _: SharedMemoryBackend(tls),
+    "auto": lambda tls, _: SameHostBackend(tls),
 }
 ENGINES: dict[str, tuple[Any, Any]] = {}
 if importlib.util.find_spec("nixl_cu12"):
-    ENGINES["nixl"] = NixlMover, NixlSource
+    ENGINES["nixl"] = NixlBackend, NixlSource
 if mooncake_is_installed():
-    ENGINES["mooncake"] = MooncakeMover, MooncakeSource
+    ENGINES["mooncake"] = MooncakeBackend, MooncakeSource
 
 
 def own_pool(pages: npt.NDArray[np.uint8]) -> OwnPool:
@@ -49,34 +49,34 @@ def own_pool(pages: npt.NDArray[np.uint8]) -> OwnPool:
 
 ALL = (
     MOVERS
-    | {"cuda": lambda tls, _: CudaIpcMover(tls, own_pool(np.zeros((PAGES, BYTES), np.uint8)))}
-    | {name: mover for name, (mover, _) in ENGINES.items()}
+    | {"cuda": lambda tls, _: CudaIpcBackend(tls, own_pool(np.zeros((PAGES, BYTES), np.uint8)))}
+    | {name: backend for name, (backend, _) in ENGINES.items()}
 )
 
 
 class Kept:
-    """A worker that keeps a prompt's pages and serves them, and a mover that reads them.
+    """A worker that keeps a prompt's pages and serves them, and a backend that reads them.
 
     Args:
         tls: What the connections are encrypted with; None: they are not.
-        mover: The mover's name in :data:`ALL`.
+        backend: The backend's name in :data:`ALL`.
         shared: Whether the worker keeps the pages in memory that processes share.
     """
 
     def __init__(
-        self, tls: PageTls | None = None, mover: str = "tcp", *, shared: bool = True, host: str = "127.0.0.1"
+        self, tls: PageTls | None = None, backend: str = "tcp", *, shared: bool = True, host: str = "127.0.0.1"
     ) -> None:
         self.into = HostPool(PAGES, BYTES)
         self.own = np.zeros((PAGES, BYTES), np.uint8)
         """The reader's pages of a GPU."""
-        self.mover = CudaIpcMover(tls, own_pool(self.own)) if mover == "cuda" else ALL[mover](tls, self.into)
-        """The reader's mover."""
+        self.backend = CudaIpcBackend(tls, own_pool(self.own)) if backend == "cuda" else ALL[backend](tls, self.into)
+        """The reader's backend."""
         self.clock = Clock()
         memory = SharedMemory.create(pool_bytes(PAGES, BYTES)) if shared else None
         self.pool, self.host = HostPool(PAGES, BYTES, memory), HostPages(PAGES)
         self.server = PageServer(host, 0, tls)
         source = f"[{host.strip('[]')}]:{self.server.port}" if ":" in host else f"{host}:{self.server.port}"
-        self.leases = HandoffLeases(self.host, 4, FINGERPRINT, 5, source, 1.0, self.clock)
+        self.leases = TransferLeases(self.host, 4, FINGERPRINT, 5, source, 1.0, self.clock)
         prompt = array("I", range(4 * (PAGES - 2)))
         self.chain = PageChain(b"", 4)
         self.chain.extend(prompt, len(prompt))
@@ -89,8 +89,8 @@ class Kept:
         [(_, self.ticket, _)] = self.leases.poll()
         self.device_epochs = [3] * PAGES
         self.device = np.zeros((PAGES, BYTES), np.uint8)
-        exported = ExportedPages(self.export(entries) if mover == "cuda" else b"", self.device_epochs.__getitem__)
-        engines = {mover: ENGINES[mover][1](tls, self.pool)} if mover in ENGINES else {}
+        exported = ExportedPages(self.export(entries) if backend == "cuda" else b"", self.device_epochs.__getitem__)
+        engines = {backend: ENGINES[backend][1](tls, self.pool)} if backend in ENGINES else {}
         self.server.serve(self.leases, self.pool, FINGERPRINT, engines, exported)  # type: ignore[arg-type]
 
     def export(self, entries: Sequence[HostPage]) -> bytes:
@@ -105,14 +105,14 @@ class Kept:
         self, indices: list[int], pages: list[int], proofs: Sequence[bytes] | None = None
     ) -> list[bool | None]:
         """Which pages came, into the reader's GPU."""
-        assert isinstance(self.mover, CudaIpcMover)
+        assert isinstance(self.backend, CudaIpcBackend)
         known = [self.chain.pages[index].key.proof if index < PAGES - 2 else b"" for index in indices]
-        return self.mover.read_to_device(self.ticket, indices, pages, proofs or known)
+        return self.backend.read_to_device(self.ticket, indices, pages, proofs or known)
 
     def read(self, indices: list[int], ticket: HandoffTicket | None = None) -> list[memoryview | None]:
         """The records that came and are what they should be."""
         records = [self.into.record(place) for place, _ in enumerate(indices)]
-        read = self.mover.read(ticket or self.ticket, indices, records)
+        read = self.backend.read(ticket or self.ticket, indices, records)
         checked = []
         for index, there, record in zip(indices, read, records, strict=True):
             if there:

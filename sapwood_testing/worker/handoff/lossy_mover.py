@@ -1,4 +1,4 @@
-"""A mover that loses, reorders and spoils pages, while the source continues."""
+"""A backend that loses, reorders and spoils pages, while the source continues."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
 from sapwood_testing.worker.handoff.world import FINGERPRINT, World
 from sapwood_worker.core.cache.storage.record import header_of
-from sapwood_worker.core.cache.transfer.backend import MoverError, PartCount
+from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.cuda_ipc import ExportedPages
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
-from sapwood_worker.core.cache.transfer.reads import DeviceMover
+from sapwood_worker.core.cache.transfer.reads import DeviceTransferBackend
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 
 
-class LossyMover:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.PageMover` on a bad day.
+class LossyBackend:
+    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend` on a bad day.
 
     Args:
         world: The simulation's facts.
         source: Returns the prefill worker of now.
         meanwhile: Called while a page is on its way, with its ticket: the source's life continues, so that its memory may go to
-            somebody else. May raise MoverError.
+            somebody else. May raise TransferError.
 
     Attributes:
-        read_late: Whether a page was given out for a lease that had ended; a mover may fail, so that nobody would hear it.
+        read_late: Whether a page was given out for a lease that had ended; a backend may fail, so that nobody would hear it.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class LossyMover:
         for index, buffer, place in order:
             if self._world.chance.random() < self._world.faults / 3:
                 buffer[: HEADER_BYTES + 1] = bytes(HEADER_BYTES + 1)
-                raise MoverError("the way is cut")
+                raise TransferError("the way is cut")
             answers[place] = self._read_page(ticket, index, buffer)
         return answers
 
-    def into(self, runner: FakeRunner) -> DeviceMover:
-        """This mover for the pages of a runner's device."""
+    def into(self, runner: FakeRunner) -> DeviceTransferBackend:
+        """This backend for the pages of a runner's device."""
         return _LossyDevice(self, runner)
 
     def read_to_device(
@@ -59,7 +59,7 @@ class LossyMover:
         """Copies a page of the source's device to a runner's; None: it is not there."""
         source, chance, faults = self._source(), self._world.chance, self._world.faults
         if chance.random() < faults / 3:
-            raise MoverError("the way is cut")
+            raise TransferError("the way is cut")
         lease = self._ready(ticket, index, on_device=True)
         if lease is None:
             return False if self._source() is source else None
@@ -129,11 +129,11 @@ class LossyMover:
 
 
 class _LossyDevice:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.reads.DeviceMover` on a bad day."""
+    """Implements :class:`~sapwood_worker.core.cache.transfer.reads.DeviceTransferBackend` on a bad day."""
 
-    def __init__(self, mover: LossyMover, runner: FakeRunner) -> None:
-        self.parts, self.read = mover.parts, mover.read
-        self._mover, self._runner = mover, runner
+    def __init__(self, backend: LossyBackend, runner: FakeRunner) -> None:
+        self.parts, self.read = backend.parts, backend.read
+        self._backend, self._runner = backend, runner
 
     def reaches(self, ticket: HandoffTicket) -> bool:
         return True
@@ -142,7 +142,7 @@ class _LossyDevice:
         self, ticket: HandoffTicket, indices: Sequence[int], pages: Sequence[int], proofs: Sequence[bytes]
     ) -> list[bool | None]:
         asked = zip(indices, pages, proofs, strict=True)
-        return [self._mover.read_to_device(self._runner, ticket, *each) for each in asked]
+        return [self._backend.read_to_device(self._runner, ticket, *each) for each in asked]
 
     def fill(self, pages: Sequence[int], contents: Sequence[memoryview]) -> None:
         for page, content in zip(pages, contents, strict=True):

@@ -13,9 +13,15 @@ from sapwood_testing.worker.handoff.world import FINGERPRINT, VOCAB, World
 from sapwood_testing.worker.storage.fake_storage import FakeExecutor
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host import HostPage, HostPages
-from sapwood_worker.core.cache.transfer.backend import PageMover
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases
-from sapwood_worker.core.cache.transfer.reads import PATIENCE_SECONDS, DeviceMover, Landing, Pulls, Takeover
+from sapwood_worker.core.cache.transfer.backend import TransferBackend
+from sapwood_worker.core.cache.transfer.leases import TransferLeases
+from sapwood_worker.core.cache.transfer.reads import (
+    PATIENCE_SECONDS,
+    DeviceTransferBackend,
+    PageReads,
+    ReceiveBuffer,
+    TransferReceiver,
+)
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.tiering import HostGround
@@ -39,15 +45,15 @@ class _StuckExecutor(FakeExecutor):
             super().poll()
 
 
-class SimulatedMover(PageMover, Protocol):
+class SimulatedBackend(TransferBackend, Protocol):
     """Reads pages, if need be into a device's."""
 
-    def into(self, runner: FakeRunner) -> DeviceMover:
+    def into(self, runner: FakeRunner) -> DeviceTransferBackend:
         """The same for the pages of a runner."""
         ...
 
 
-class SimulatedLeases(HandoffLeases):
+class SimulatedLeases(TransferLeases):
     """Remembers which leases ended because their pages did not come."""
 
     gone: tuple[bytes, ...] = ()
@@ -63,7 +69,7 @@ class SimulatedWorker:
 
     Args:
         world: The simulation's facts.
-        mover: Reads pages, if this is the decode worker; None: this is the prefill worker.
+        backend: Reads pages, if this is the decode worker; None: this is the prefill worker.
         sweep: After how many turns in which it did something all of its ledgers are compared, page by page.
 
     Attributes:
@@ -71,15 +77,15 @@ class SimulatedWorker:
         runner: Its runner.
         host, pool: Its host pages and their memory.
         tiers: Its tiers.
-        leases, pulls, landing: What its role needs; the others are None.
+        leases, reads, receive_buffer: What its role needs; the others are None.
     """
 
-    def __init__(self, world: World, mover: SimulatedMover | None, sweep: int) -> None:
+    def __init__(self, world: World, backend: SimulatedBackend | None, sweep: int) -> None:
         chance, size, clock, share = world.chance, world.page_size, world.clock, world.share
         self._world, self._sweep = world, sweep
         self.host = HostPages(world.host_pages)
         self.pool = HostPool(world.host_pages, size * 8)
-        self.leases = self.pulls = self.landing = None
+        self.leases = self.reads = self.receive_buffer = None
         info = ModelInfo(
             architecture="fake",
             dtype="none",
@@ -91,21 +97,23 @@ class SimulatedWorker:
         )
         late = random.Random(chance.random())
         self.runner = FakeRunner(info, host_pool=self.pool, chance=late, copy_failures=chance.choice([0.0, 0.1]))
-        if mover is None:
+        if backend is None:
             self.leases = SimulatedLeases(
                 self.host, size, FINGERPRINT, world.epoch, "there:1", share, clock, in_parts=chance.choice([0, 1, 2])
             )
         tiers = self.tiers = HierarchicalCache(self.host, world.pages, size, "write_through", None, self.leases)
-        if mover is not None:
+        if backend is not None:
             executor = _StuckExecutor(random.Random(chance.random()), clock, chance.choice([0.0, 0.01]))
-            self.pulls = Pulls(
-                HostGround(self.host, self.pool, FINGERPRINT, mover), FINGERPRINT, executor, share, clock
+            self.reads = PageReads(
+                HostGround(self.host, self.pool, FINGERPRINT, backend), FINGERPRINT, executor, share, clock
             )
-            tiers.pulls = Takeover(self.pulls)
+            tiers.reads = TransferReceiver(self.reads)
             if world.lands:
-                landing = Landing(tiers, world.pages, size * 8, FINGERPRINT, mover.into(self.runner))
-                self.landing = Pulls(landing, FINGERPRINT, executor, share, clock, self.pulls.counters)
-                tiers.pulls = Takeover(self.pulls, landing, self.landing)
+                receive_buffer = ReceiveBuffer(tiers, world.pages, size * 8, FINGERPRINT, backend.into(self.runner))
+                self.receive_buffer = PageReads(
+                    receive_buffer, FINGERPRINT, executor, share, clock, self.reads.counters
+                )
+                tiers.reads = TransferReceiver(self.reads, receive_buffer, self.receive_buffer)
         config = SchedulerConfig(
             page_size=size,
             num_pages=world.pages,
@@ -125,9 +133,9 @@ class SimulatedWorker:
         """One round of the scheduler's loop; now and then a look at everything afterwards."""
         scheduler = self.scheduler
         outputs = scheduler.expire() + scheduler.handoffs.poll()
-        for pulls in (self.pulls, self.landing):
-            if pulls is not None:
-                self._check_lapsed(pulls)
+        for reads in (self.reads, self.receive_buffer):
+            if reads is not None:
+                self._check_lapsed(reads)
         if self._computing:  # others look at what its step has filled so far
             self._computing -= 1
             return outputs
@@ -150,10 +158,12 @@ class SimulatedWorker:
                 self.check()
         return outputs
 
-    def _check_lapsed(self, pulls: Pulls) -> None:
-        for prompt in pulls._announced.values():
-            pull = pulls.arrivals[prompt.serial]
-            assert not pull.pinned or self._world.clock() < pull.deadline, "pages are kept of which nothing is heard"
+    def _check_lapsed(self, reads: PageReads) -> None:
+        for prompt in reads._announced.values():
+            pending = reads.arrivals[prompt.serial]
+            assert not pending.pinned or self._world.clock() < pending.deadline, (
+                "pages are kept of which nothing is heard"
+            )
 
     def _take_results(self, keep: int) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []

@@ -1,4 +1,4 @@
-"""Two schedulers, a mover between them that loses, delays, reorders and spoils, and a router that passes on what they say.
+"""Two schedulers, a backend between them that loses, delays, reorders and spoils, and a router that passes on what they say.
 
 A seed decides everything. One scheduler computes prompts and hands them off, the other takes them over; either is killed and
 started again, requests are aborted at every point of their way, messages about leases are late, lost or out of order, and while a
@@ -17,11 +17,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from sapwood_testing.worker.handoff.lease_messages import LeaseMessages
-from sapwood_testing.worker.handoff.lossy_mover import LossyMover
+from sapwood_testing.worker.handoff.lossy_mover import LossyBackend
 from sapwood_testing.worker.handoff.simulated_router import SimulatedRouter
 from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
 from sapwood_testing.worker.handoff.world import World
-from sapwood_worker.core.cache.transfer.backend import MoverError
+from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.leases import LEASE_SECONDS
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import RequestOutput
@@ -49,9 +49,9 @@ class Simulation:
         world = self.world = World(seed)
         self.turns = 0
         self._sweep = sweep
-        self._mover = LossyMover(world, lambda: self._router.prefill, self._source_goes_on)
+        self._backend = LossyBackend(world, lambda: self._router.prefill, self._source_goes_on)
         self._messages = LeaseMessages(world)
-        prefill, decode = SimulatedWorker(world, None, sweep), SimulatedWorker(world, self._mover, sweep)
+        prefill, decode = SimulatedWorker(world, None, sweep), SimulatedWorker(world, self._backend, sweep)
         self._router = SimulatedRouter(world, self._messages, prefill, decode)
         self._after: deque[Callable[[], None]] = deque()
 
@@ -107,7 +107,7 @@ class Simulation:
         self.world.steps += 1
         outputs = worker.turn()
         self._messages.given(output.ticket.transfer_id for output in outputs if output.ticket is not None)
-        assert not self._mover.read_late, "a lease that has ended is read"
+        assert not self._backend.read_late, "a lease that has ended is read"
         if worker.leases is not None:
             self._messages.check(worker.leases)
         else:
@@ -136,7 +136,7 @@ class Simulation:
             router.prefill = SimulatedWorker(world, None, self._sweep)
             self._messages.forget_all()
         elif lost is router.decode:
-            router.decode = SimulatedWorker(world, self._mover, self._sweep)
+            router.decode = SimulatedWorker(world, self._backend, self._sweep)
         else:
             return  # it is dead already
         router.lost(lost)
@@ -147,7 +147,7 @@ class Simulation:
         source, chance = router.prefill, world.chance
         if chance.random() < 10 * world.restarts:
             self._after.append(lambda: self._lose(source))
-            raise MoverError("the source is gone")
+            raise TransferError("the source is gone")
         if chance.random() < 0.1:  # anybody who had the ticket has ended
             self._messages.end(source, ticket.transfer_id)
         for _ in range(chance.randint(1, 8)):
@@ -161,16 +161,16 @@ class Simulation:
 
     def counted(self) -> dict[str, int]:
         """What the ledgers of the last processes have counted."""
-        leases, pulls = self._router.prefill.leases, self._router.decode.pulls
-        assert leases is not None and pulls is not None
+        leases, reads = self._router.prefill.leases, self._router.decode.reads
+        assert leases is not None and reads is not None
         return {
             "expired": leases.counters.expired,
             "unpinned": leases.counters.unpinned,
-            "pulled": pulls.counters.pages,
-            "pulled early": pulls.counters.early,
-            "not good": pulls.counters.stale,
-            "failed reads": pulls.counters.failures,
-            "fallbacks": pulls.counters.fallbacks,
+            "pulled": reads.counters.pages,
+            "pulled early": reads.counters.early,
+            "not good": reads.counters.stale,
+            "failed reads": reads.counters.failures,
+            "fallbacks": reads.counters.fallbacks,
         }
 
 

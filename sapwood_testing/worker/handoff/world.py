@@ -30,7 +30,7 @@ class World:
         page_size: Tokens in a page.
         limit: Tokens of the longest request.
         pages, host_pages: Pages of each worker's device and of its host's memory.
-        share: The most of the host pages that leases pin, and pulls hold.
+        share: The most of the host pages that leases pin, and reads hold.
         epoch: How often the prefill worker was started again.
         faults, loss: How often something happens to a page while it is read, and to a message.
         arrivals, aborts, restarts, retries: How often that happens in a turn.

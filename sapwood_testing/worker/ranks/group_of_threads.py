@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.thread_ranks import run_grid
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.group_runner import GroupRunner, SplitRequestsRunner
-from sapwood_worker.model.distributed.own_rows import OwnRows
+from sapwood_worker.core.group.group_runner import DataParallelRunner, GroupRunner
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
@@ -51,7 +51,7 @@ def run_group(
 
     def one(rank: int, parallel: Parallel) -> list[ResultT]:
         if own_requests:
-            parallel = replace(parallel, rows=OwnRows(parallel.tp, device_ops("cpu")))
+            parallel = replace(parallel, rows=DataParallelRows(parallel.tp, device_ops("cpu")))
         if whole_experts:
             parallel = replace(parallel, ep=parallel.tp, dispatch=dispatch)
         runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=parallel, **options))
@@ -63,7 +63,7 @@ def run_group(
                 pipes[rank - 1][1].close()
             return []
         try:
-            leader = SplitRequestsRunner if own_requests else GroupRunner
+            leader = DataParallelRunner if own_requests else GroupRunner
             return [work(leader(runner, [here for here, _ in pipes]))]
         finally:
             for here, _ in pipes:

@@ -26,7 +26,7 @@ from sapwood_worker.front.kv_event_publisher import KvEventPublisher
 from sapwood_worker.front.metrics import EngineObserver, WorkerMetrics
 from sapwood_worker.front.served_model import RequestGrammars, ServedModel
 from sapwood_worker.front.service import SERVICE, UNCOUNTED, WorkerService
-from sapwood_worker.ipc.liveness import Vitals
+from sapwood_worker.ipc.liveness import Liveness
 from sapwood_worker.ipc.messages import staged_receive, staged_send, stages_are_logged
 from sapwood_worker.ipc.nodes import Nodes, serve_node
 from sapwood_worker.ipc.supervisor import MODEL_RUNNER, SchedulerProcess, Supervisor
@@ -92,7 +92,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     )
     send = staged_send(scheduler.send) if stages_are_logged() else scheduler.send
     engine = Engine(send, EngineObserver(worker_metrics, tracing), config.role, config.max_waiting)
-    health = _Health(server, engine.vitals)
+    health = _Health(server, engine.liveness)
     worker_metrics.watch(lambda: engine.load)
     worker_metrics.watch_experts(
         lambda: engine.experts, lambda: 0 if service.model is None else service.model.info.expert_tile_sizes
@@ -100,7 +100,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     worker_metrics.watch_sums(
         lambda: engine.sums, lambda: SumChoices() if service.model is None else service.model.info.all_reduce
     )
-    worker_metrics.watch_vitals(engine.vitals)
+    worker_metrics.watch_liveness(engine.liveness)
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
     )
@@ -111,7 +111,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         sglang.add_to(server.grpc, service, engine, config, server.draining)
     running: asyncio.Future[NoReturn] | None = None
     serving: asyncio.Future[None] | None = None
-    lagging = asyncio.ensure_future(engine.vitals.lag.run())
+    lagging = asyncio.ensure_future(engine.liveness.lag.run())
     try:
         port = await server.start()
         serving = asyncio.ensure_future(
@@ -170,7 +170,7 @@ async def _run(
             await health.loaded(True)
             announce(logger, "listening on %s:%d", config.host, port)
             receive = staged_receive(engine.receive) if stages_are_logged() else engine.receive
-            reason = await scheduler.run(receive, engine.vitals, health.changed)
+            reason = await scheduler.run(receive, engine.liveness, health.changed)
             logger.error("the scheduler process stopped: %s", reason)
             service.model = None
             engine.scheduler_lost(reason)
@@ -186,9 +186,9 @@ async def _run(
 class _Health:
     """What grpc.health says: healthy while a scheduler is ready and well and nobody drains the worker."""
 
-    def __init__(self, server: ServiceServer, vitals: Vitals) -> None:
+    def __init__(self, server: ServiceServer, liveness: Liveness) -> None:
         self._server = server
-        self._vitals = vitals
+        self._liveness = liveness
         self._is_loaded = False
         self._telling: asyncio.Future[None] | None = None
 
@@ -208,7 +208,7 @@ class _Health:
 
     async def _tell(self) -> None:
         draining = self._server.draining.is_set()
-        await self._server.set_serving(self._is_loaded and self._vitals.well and not draining)
+        await self._server.set_serving(self._is_loaded and self._liveness.well and not draining)
 
 
 def _sglang() -> Any:

@@ -20,7 +20,7 @@ from sapwood_common.settings.retired import retired_parts
 Role = Literal["both", "prefill", "decode"]
 DispatchName = Literal["gather", "direct", "direct-float8"]
 AllReduceName = Literal["auto", "backend", "one-shot", "two-shot"]
-HandoffMover = Literal["auto", "tcp", "shm", "nixl", "mooncake", "cuda"]
+TransferBackendName = Literal["auto", "tcp", "shm", "nixl", "mooncake", "cuda"]
 KvEventsFormat = Literal["map", "array"]
 LanesName = Literal["auto", "always", "off"]
 Half = Literal["prefill", "decode"]
@@ -160,7 +160,7 @@ class KvEvents(Compound):
 class KvTransfer(Compound):
     """``--kv-transfer``."""
 
-    backend: HandoffMover = "auto"
+    backend: TransferBackendName = "auto"
     share: float = Field(default=0.5, gt=0, le=1)
 
 

@@ -1,4 +1,4 @@
-"""The loop of the scheduler process, over a mailbox in memory."""
+"""The loop of the scheduler process, over a channel in memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ INFO = ModelInfo(
 INFO_64 = msgspec.structs.replace(INFO, num_pages=64)
 
 
-class ListMailbox:
+class ListChannel:
     """Hands out one list of messages a call, then Shutdown; keeps what is sent. All goes through the wire format."""
 
     def __init__(self, *deliveries: list[ToScheduler]) -> None:
@@ -93,7 +93,7 @@ class ListMailbox:
         }
 
 
-class Watched(ListMailbox):
+class Watched(ListChannel):
     """Notes for how long the loop has been at its step when it looks at its messages."""
 
     def __init__(self, view: ProgressView, *deliveries: list[ToScheduler]) -> None:
@@ -133,17 +133,17 @@ def run(
     overlap: bool = False,
     dump: CrashDump | None = None,
     **settings: int,
-) -> ListMailbox:
+) -> ListChannel:
     scheduler = Scheduler(SchedulerConfig(**({"page_size": 4, "num_pages": 32, "context_length": 64} | settings)))  # type: ignore[arg-type]
-    mailbox = ListMailbox(*deliveries)
+    channel = ListChannel(*deliveries)
     EventLoop(
         scheduler,
         runner or FakeRunner(INFO, poison=POISON),
-        mailbox,
+        channel,
         observers=[] if dump is None else [dump],
         overlap=overlap,
     ).run()
-    return mailbox
+    return channel
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -151,40 +151,40 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 def test_all_outputs_of_a_step_travel_in_one_message() -> None:
-    mailbox = run([submit(serial, [serial]) for serial in range(8)])
-    steps = [message for message in mailbox.sent if isinstance(message, Step) and message.outputs]
+    channel = run([submit(serial, [serial]) for serial in range(8)])
+    steps = [message for message in channel.sent if isinstance(message, Step) and message.outputs]
     assert [len(step.outputs) for step in steps] == [8] * 5
     for serial in range(8):
-        assert mailbox.tokens(serial) == expected([serial], 5)
+        assert channel.tokens(serial) == expected([serial], 5)
     assert steps[0].load.running_requests == 8
     assert steps[-1].load.running_requests == 0
 
 
 def test_it_waits_for_messages_only_when_there_is_no_work() -> None:
-    mailbox = run([submit(0, [1], max_tokens=3)])
-    assert mailbox.waits == [True, False, False, True]
+    channel = run([submit(0, [1], max_tokens=3)])
+    assert channel.waits == [True, False, False, True]
 
 
 def test_the_load_is_reported_at_the_start_and_when_it_changes() -> None:
-    mailbox = run([Abort(5)], [Abort(6)])
-    assert [type(message) for message in mailbox.sent] == [Step]
+    channel = run([Abort(5)], [Abort(6)])
+    assert [type(message) for message in channel.sent] == [Step]
 
 
 def test_an_abort_between_two_steps_ends_the_request_without_further_output() -> None:
-    mailbox = run([submit(0, [1], 50), submit(1, [2], 10)], [], [Abort(0)])
-    assert mailbox.tokens(0) == expected([1], 2)
-    assert mailbox.tokens(1) == expected([2], 10)
-    assert mailbox.ends() == {1: "length"}
+    channel = run([submit(0, [1], 50), submit(1, [2], 10)], [], [Abort(0)])
+    assert channel.tokens(0) == expected([1], 2)
+    assert channel.tokens(1) == expected([2], 10)
+    assert channel.ends() == {1: "length"}
 
 
 def test_a_failed_step_ends_its_requests_and_the_next_ones_are_served() -> None:
-    mailbox = run(
+    channel = run(
         [submit(0, [1], 50)],
         [submit(1, [POISON, 1])],
         [submit(2, [3])],
     )
-    assert mailbox.ends() == {0: "error", 1: "error", 2: "length"}
-    assert mailbox.tokens(2) == expected([3], 5)
+    assert channel.ends() == {0: "error", 1: "error", 2: "length"}
+    assert channel.tokens(2) == expected([3], 5)
 
 
 def test_what_never_works_again_ends_the_process() -> None:
@@ -207,19 +207,19 @@ def test_a_failed_step_leaves_a_dump_that_names_its_requests(tmp_path: Path) -> 
 
 
 def test_what_is_refused_is_answered_and_harms_nobody() -> None:
-    mailbox = run([submit(0, [1]), submit(1, [1] * 64), submit(2, [2])], max_waiting=1)
-    refusals = {message.serial: message for message in mailbox.sent if isinstance(message, Refused)}
+    channel = run([submit(0, [1]), submit(1, [1] * 64), submit(2, [2])], max_waiting=1)
+    refusals = {message.serial: message for message in channel.sent if isinstance(message, Refused)}
     assert refusals[1].kind == "InvalidArgumentError"
     assert refusals[1].field == "token_ids"
     assert refusals[2].kind == "ResourceExhaustedError"
     assert refusals[2].retry_after is not None
-    assert mailbox.tokens(0) == expected([1], 5)
+    assert channel.tokens(0) == expected([1], 5)
 
 
 def test_flushing_frees_what_finished_requests_left_behind() -> None:
-    mailbox = run([submit(0, list(range(10)), 2)], [], [], [Flush(7)])
-    assert [message for message in mailbox.sent if isinstance(message, Answered)] == [Answered(7, 2)]
-    last = mailbox.sent[-1]
+    channel = run([submit(0, list(range(10)), 2)], [], [], [Flush(7)])
+    assert [message for message in channel.sent if isinstance(message, Answered)] == [Answered(7, 2)]
+    last = channel.sent[-1]
     assert isinstance(last, Step)
     assert last.load.used_pages == 0
 
@@ -265,8 +265,8 @@ def test_the_overlapped_loop_gives_what_the_normal_loop_gives(part: int) -> None
                 assert one.outputs(serial) == other.outputs(serial), f"seed {seed}"
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_with_overlap_a_step_is_launched_before_the_last_result_is_taken(lanes: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_with_overlap_a_step_is_launched_before_the_last_result_is_taken(micro_batches: int) -> None:
     events: list[str] = []
 
     class Watched(FakeRunner):
@@ -278,16 +278,23 @@ def test_with_overlap_a_step_is_launched_before_the_last_result_is_taken(lanes: 
             return launched
 
     # One request is too few to share: it is in each step, of which two are in flight, whatever the pipeline's depth.
-    run([submit(0, [1], max_tokens=5)], runner=Watched(INFO), overlap=True, lanes=lanes, lanes_from=2, chained=True)
+    run(
+        [submit(0, [1], max_tokens=5)],
+        runner=Watched(INFO),
+        overlap=True,
+        micro_batches=micro_batches,
+        micro_batches_from=2,
+        chained=True,
+    )
     taken = [f"take {step}" for step in range(5)]
     launched = [f"launch {step}" for step in range(5)]
     assert events == [*launched[:2], *chain(*zip(taken[:3], launched[2:], strict=True)), *taken[3:]]
 
 
 def test_with_overlap_a_failed_step_fails_its_follower_and_later_ones_are_served() -> None:
-    mailbox = run([submit(0, [1], 50)], [submit(1, [POISON, 1])], [submit(2, [3])], [], [submit(3, [4])], overlap=True)
-    assert mailbox.ends() == {0: "error", 1: "error", 2: "error", 3: "length"}
-    assert mailbox.tokens(3) == expected([4], 5)
+    channel = run([submit(0, [1], 50)], [submit(1, [POISON, 1])], [submit(2, [3])], [], [submit(3, [4])], overlap=True)
+    assert channel.ends() == {0: "error", 1: "error", 2: "error", 3: "length"}
+    assert channel.tokens(3) == expected([4], 5)
 
 
 def test_the_watchdog_sees_whatever_gets_stuck_but_not_the_wait_for_messages(tmp_path: Path) -> None:
@@ -311,15 +318,15 @@ def test_the_watchdog_sees_whatever_gets_stuck_but_not_the_wait_for_messages(tmp
             return super().launch(step)
 
     scheduler = PlanNoted(SchedulerConfig(page_size=4, num_pages=32, context_length=64))
-    mailbox = Watched(view, [StartProfile(0, "")], [submit(1, [1])])
+    channel = Watched(view, [StartProfile(0, "")], [submit(1, [1])])
     EventLoop(
         scheduler,
         LaunchNoted(INFO),
-        mailbox,
+        channel,
         operations=Operations(scheduler, probe),
         observers=[progress],
         overlap=False,
     ).run()
     progress.idle()
     assert probe.seen == dict.fromkeys(("operation", "plan", "report", "model"), True)
-    assert set(mailbox.seconds) == {0.0}
+    assert set(channel.seconds) == {0.0}

@@ -13,7 +13,7 @@ from sapwood_testing.clock import Clock
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host import HostPages
-from sapwood_worker.core.cache.transfer.leases import LEASE_SECONDS, HandoffLeases
+from sapwood_worker.core.cache.transfer.leases import LEASE_SECONDS, TransferLeases
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
@@ -36,10 +36,10 @@ INFO = ModelInfo(
 
 
 class Diary:
-    """A mailbox with one request, and a runner, that note what is done.
+    """A channel with one request, and a runner, that note what is done.
 
     Args:
-        in_parts: As :class:`HandoffLeases` takes it.
+        in_parts: As :class:`TransferLeases` takes it.
         step_seconds: What each step takes, by the clock of leases.
         chunk: Tokens of a step.
 
@@ -54,7 +54,7 @@ class Diary:
         pool, host = HostPool(PAGES, PAGE * 8), HostPages(PAGES)
         self._runner = FakeRunner(INFO, host_pool=pool)
         self.asynchronous = True
-        self.leases = HandoffLeases(host, PAGE, b"f" * 32, 5, ":1", 1.0, self._clock, in_parts=in_parts)
+        self.leases = TransferLeases(host, PAGE, b"f" * 32, 5, ":1", 1.0, self._clock, in_parts=in_parts)
         settings = SchedulerConfig(
             page_size=PAGE, num_pages=PAGES, context_length=64, max_running=2, max_step_tokens=chunk
         )
@@ -108,7 +108,7 @@ def test_a_lease_that_is_renewed_outlasts_steps_that_take_longer() -> None:
 def test_pages_are_named_before_the_host_has_them_only_where_they_are_read_in_parts(in_parts: int) -> None:
     # Of pages that ranks hold in parts nothing can be read before all of it is in the host's memory.
     host = HostPages(PAGES)
-    leases = HandoffLeases(host, PAGE, b"f" * 32, 5, ":1", 1.0, time.monotonic, in_parts=in_parts)
+    leases = TransferLeases(host, PAGE, b"f" * 32, 5, ":1", 1.0, time.monotonic, in_parts=in_parts)
     tiers = HierarchicalCache(host, PAGES, PAGE, leases=leases)
     settings = SchedulerConfig(page_size=PAGE, num_pages=PAGES, context_length=64, max_running=2, max_step_tokens=64)
     scheduler, runner = Scheduler(settings, tiers), FakeRunner(INFO, host_pool=HostPool(PAGES, PAGE * 8))

@@ -12,9 +12,9 @@ from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.observers import AllReduceWatch, StageLog, StepClock
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.ipc.messages import StagedMailbox, Step, staged_receive, staged_send
+from sapwood_worker.ipc.messages import StagedChannel, Step, staged_receive, staged_send
 from sapwood_worker.records.load import Load
-from tests.worker.core.test_event_loop import INFO, ListMailbox, submit
+from tests.worker.core.test_event_loop import INFO, ListChannel, submit
 
 
 def scheduler() -> Scheduler:
@@ -23,10 +23,10 @@ def scheduler() -> Scheduler:
 
 def test_stages_of_a_step_are_logged_by_an_observer_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    EventLoop(scheduler(), FakeRunner(INFO), ListMailbox([submit(0, [1], 2)]), overlap=False).run()
+    EventLoop(scheduler(), FakeRunner(INFO), ListChannel([submit(0, [1], 2)]), overlap=False).run()
     assert "handoff stage" not in caplog.text, "nobody has asked"
-    mailbox = StagedMailbox(ListMailbox([submit(0, [1], 2)]))
-    EventLoop(scheduler(), FakeRunner(INFO), mailbox, observers=[StageLog()], overlap=False).run()
+    channel = StagedChannel(ListChannel([submit(0, [1], 2)]))
+    EventLoop(scheduler(), FakeRunner(INFO), channel, observers=[StageLog()], overlap=False).run()
     found = re.findall(r"handoff stage (.+) at [0-9.]+$", caplog.text, re.MULTILINE)
     assert found == ["step planned", "step launched", "first token", "tokens sent", "tokens sent"]
 
@@ -46,9 +46,9 @@ def test_the_front_s_lines_name_tokens_and_requests_of_a_transfer(caplog: pytest
 
 
 def test_times_of_steps_wait_for_a_message_that_is_sent() -> None:
-    mailbox = ListMailbox([submit(0, [1], 3)])
-    EventLoop(scheduler(), FakeRunner(INFO), mailbox, observers=[StepClock()], overlap=False).run()
-    times = [time for message in mailbox.sent if isinstance(message, Step) for time in message.times]
+    channel = ListChannel([submit(0, [1], 3)])
+    EventLoop(scheduler(), FakeRunner(INFO), channel, observers=[StepClock()], overlap=False).run()
+    times = [time for message in channel.sent if isinstance(message, Step) for time in message.times]
     assert [(time.prefill_tokens, time.decode_tokens, time.started) for time in times] == [
         (1, 0, [0]),
         (0, 1, []),

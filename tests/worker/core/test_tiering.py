@@ -65,7 +65,7 @@ def test_a_worker_goes_on_while_the_models_files_are_read_for_its_new_role(role:
     runner.read.set()
     until_done(tiers)
     assert answers == ["", ""] and tiers.fingerprint
-    assert (tiers.cache.leases is not None, tiers.cache.pulls is not None) == (role == "prefill", role == "decode")
+    assert (tiers.cache.leases is not None, tiers.cache.reads is not None) == (role == "prefill", role == "decode")
 
 
 def test_unreadable_files_leave_the_role_unchanged_and_a_later_try_may_succeed() -> None:
@@ -80,7 +80,7 @@ def test_unreadable_files_leave_the_role_unchanged_and_a_later_try_may_succeed()
     for role in ("prefill", "decode"):  # one right after the other
         tiers.command("role", role, answers.append)
     until_done(tiers)
-    assert answers[1:] == ["", ""] and tiers.cache.leases is not None and tiers.cache.pulls is not None
+    assert answers[1:] == ["", ""] and tiers.cache.leases is not None and tiers.cache.reads is not None
 
 
 def test_a_role_of_an_earlier_process_is_there_before_the_next_request() -> None:

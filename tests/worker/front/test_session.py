@@ -358,8 +358,8 @@ async def test_a_message_of_many_requests_is_taken_a_few_a_turn_of_the_loop() ->
         yield worker_pb2.SessionRequest(submits=submits, aborts=range(10**6, 10**6 + 5000))
         await asyncio.Event().wait()
 
-    vitals = SimpleNamespace(stuck=False, frozen=0.0, step=0.0, lag=SimpleNamespace(recent=0.0))
-    engine = SimpleNamespace(load_version=-1, vitals=vitals)
+    liveness = SimpleNamespace(stuck=False, frozen=0.0, step=0.0, lag=SimpleNamespace(recent=0.0))
+    engine = SimpleNamespace(load_version=-1, liveness=liveness)
     session = Session(start, None, engine, worker_pb2.GetModelInfoResponse, lambda: 0, asyncio.Event(), lambda: None)
     refused: list[int] = []
     async for response in session.responses(requests()):

@@ -14,7 +14,7 @@ from sapwood_common.network.channel import MAX_MESSAGE_BYTES
 from sapwood_common.status import code_number
 from sapwood_worker.front.engine import Generation
 from sapwood_worker.front.session import Session
-from sapwood_worker.ipc.liveness import Vitals
+from sapwood_worker.ipc.liveness import Liveness
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs
 
 WIDTH = 1024
@@ -27,7 +27,7 @@ class Sessions:
     def __init__(self, count: int) -> None:
         self.generations = [Generation(f"r{number}", 1, lambda _: None) for number in range(count)]
         self._begun = iter(self.generations)
-        engine = SimpleNamespace(load_version=-1, vitals=Vitals())
+        engine = SimpleNamespace(load_version=-1, liveness=Liveness())
         info = worker_pb2.GetModelInfoResponse()
         self.session = Session(
             self._begin,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from sapwood_worker.ipc import rank
-from sapwood_worker.ipc.rank import RankStanding, Standing, hung, stuck
+from sapwood_worker.ipc.rank import Progress, RankProgress, hung, stuck
 from sapwood_worker.records.ranks import AT_REST, DEVICE, Shown
 
 
@@ -20,11 +20,11 @@ def at(
     last: float = 0.1,
     allowed: float = 30.0,
     launched: int = 0,
-) -> Standing:
-    return Standing(rank, Shown(99, entered, waits_for, last, allowed, launched), seconds)
+) -> Progress:
+    return Progress(rank, Shown(99, entered, waits_for, last, allowed, launched), seconds)
 
 
-def ahead(rank: int, waits_for: int, launched: int, seconds: float = 2.0, allowed: float = 0.2) -> Standing:
+def ahead(rank: int, waits_for: int, launched: int, seconds: float = 2.0, allowed: float = 0.2) -> Progress:
     """A rank whose device computes by itself."""
     return at(rank, waits_for, seconds, allowed=allowed, launched=launched)
 
@@ -65,7 +65,7 @@ def test_seconds_without_a_cpu_for_an_awaited_thread_do_not_count(
     now = [0.0]
     monkeypatch.setattr(rank.time, "monotonic", lambda: now[0])
     still = StillRank(wants_cpu)
-    watched = RankStanding(still, 0.1)
+    watched = RankProgress(still, 0.1)
     for _ in range(101):
         now[0] += 0.1
         still.ticks += ticks
@@ -74,7 +74,7 @@ def test_seconds_without_a_cpu_for_an_awaited_thread_do_not_count(
 
 
 @pytest.mark.parametrize(
-    ("standings", "stage", "who"),
+    ("progress_of_ranks", "stage", "who"),
     [
         ([at(0, 0b10, 2.0), at(1, COMPUTES, 2.0)], 2, 1),
         ([at(0, COMPUTES, 2.0), at(1, 0b01, 2.0)], 2, 0),
@@ -96,20 +96,20 @@ def test_seconds_without_a_cpu_for_an_awaited_thread_do_not_count(
     ],
 )
 def test_a_rank_hangs_that_others_wait_for_and_that_waits_for_nobody(
-    standings: list[Standing], stage: int, who: int | None
+    progress_of_ranks: list[Progress], stage: int, who: int | None
 ) -> None:
-    found = hung(standings, stage, 1.0)
+    found = hung(progress_of_ranks, stage, 1.0)
     assert (None if found is None else found.rank) == who
 
 
 def test_after_each_rank_that_hung_all_get_twice_the_time() -> None:
-    standings = [at(0, 0b10, 2.9), at(1, COMPUTES, 2.9)]
-    assert hung(standings, 2, 1.0) is standings[1]
-    assert hung(standings, 2, 2.0) is None
+    progress_of_ranks = [at(0, 0b10, 2.9), at(1, COMPUTES, 2.9)]
+    assert hung(progress_of_ranks, 2, 1.0) is progress_of_ranks[1]
+    assert hung(progress_of_ranks, 2, 2.0) is None
 
 
 @pytest.mark.parametrize(
-    ("standings", "who"),
+    ("progress_of_ranks", "who"),
     [
         ([ahead(0, 0b10, 9), ahead(1, COMPUTES, 8)], 1),  # the leader waits for its report
         ([ahead(0, COMPUTES, 8), ahead(1, 0b01, 9)], 0),
@@ -128,14 +128,14 @@ def test_after_each_rank_that_hung_all_get_twice_the_time() -> None:
 )
 @pytest.mark.parametrize("stage", [1, 2])
 def test_of_ranks_with_devices_the_one_still_launching_is_the_hanging_one(
-    standings: list[Standing], stage: int, who: int | None
+    progress_of_ranks: list[Progress], stage: int, who: int | None
 ) -> None:
-    found = hung(standings, stage, 1.0)
+    found = hung(progress_of_ranks, stage, 1.0)
     assert (None if found is None else found.rank) == who
 
 
 @pytest.mark.parametrize(
-    ("standings", "seconds"),
+    ("progress_of_ranks", "seconds"),
     [
         ([ahead(0, 0b10, 9, 33.0), ahead(1, DEVICE, 9, 31.0)], 31.0),
         ([ahead(0, DEVICE, 9, 31.0), ahead(1, COMPUTES, 9, 40.0)], 31.0),
@@ -146,6 +146,8 @@ def test_of_ranks_with_devices_the_one_still_launching_is_the_hanging_one(
         ([at(0, 0b10, 99.0), at(1, COMPUTES, 99.0)], None),
     ],
 )
-def test_devices_hang_together_where_all_ranks_have_launched(standings: list[Standing], seconds: float | None) -> None:
-    assert stuck(standings, 1.0) == seconds
-    assert stuck(standings, 2.0) is None
+def test_devices_hang_together_where_all_ranks_have_launched(
+    progress_of_ranks: list[Progress], seconds: float | None
+) -> None:
+    assert stuck(progress_of_ranks, 1.0) == seconds
+    assert stuck(progress_of_ranks, 2.0) is None

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.ipc.liveness import Vitals
+from sapwood_worker.ipc.liveness import Liveness
 from sapwood_worker.ipc.messages import FromScheduler
 from sapwood_worker.ipc.supervisor import LASTING_SECONDS, Pauses, SchedulerProcess, Supervisor
 
@@ -82,13 +82,13 @@ async def test_what_has_been_ready_is_started_until_it_is_so_again(slept: list[f
     found = supervisor("", "no memory", "no memory", "no memory", "", "")
     await found.start()
     assert cast(str, await found.ready()) == "info"
-    vitals = Vitals(1)
-    assert await found.run(lambda _: None, vitals, lambda: None) == "killed"
+    liveness = Liveness(1)
+    assert await found.run(lambda _: None, liveness, lambda: None) == "killed"
     await found.start()
     assert cast(str, await found.ready()) == "info"
     pauses = [seconds for seconds in slept if seconds >= 1]
     assert pauses == [2, 4], "the first two ends are not waited for"
-    assert await found.run(lambda _: None, vitals, lambda: None) == "killed"
+    assert await found.run(lambda _: None, liveness, lambda: None) == "killed"
     await found.start()
     assert [seconds for seconds in slept if seconds >= 1] == [2, 4, 8]
 

@@ -18,11 +18,11 @@ from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
-from sapwood_worker.core.cache.transfer.backend import PageMover
-from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcMover, ExportedPages
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.cache.transfer.backend import TransferBackend
+from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcBackend, ExportedPages
+from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.cache.transfer.server import PageServer
-from sapwood_worker.core.cache.transfer.tcp import QuickestMover, SharedMemoryMover, TcpMover
+from sapwood_worker.core.cache.transfer.tcp import SameHostBackend, SharedMemoryBackend, TcpBackend
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 from sapwood_worker.model.pools.peer_pages import OwnPool
@@ -36,19 +36,19 @@ PROMPT = array("I", [3 + place * 7 % 90 for place in range(97)])
 class Source:
     """A prefill worker around a real model, and a reader."""
 
-    def __init__(self, runner: Any, mover: str) -> None:
+    def __init__(self, runner: Any, backend: str) -> None:
         self.runner = runner
         self.into = HostPool(PAGES, runner.host_pool.page_bytes)
         self.memory = ProcessMemory()
-        layers = runner._pool.layers_in_records() if mover == "cuda" else ()
+        layers = runner._pool.layers_in_records() if backend == "cuda" else ()
         own = OwnPool(layers, self.memory, lambda: lambda: None) if layers else None
-        cuda = QuickestMover() if own is None else CudaIpcMover(None, own)  # as tiering.py has it
-        movers: dict[str, PageMover] = {"tcp": TcpMover(), "shm": SharedMemoryMover(), "cuda": cuda}
-        self.mover = movers[mover]
+        cuda = SameHostBackend() if own is None else CudaIpcBackend(None, own)  # as tiering.py has it
+        backends: dict[str, TransferBackend] = {"tcp": TcpBackend(), "shm": SharedMemoryBackend(), "cuda": cuda}
+        self.backend = backends[backend]
         self.server = PageServer("127.0.0.1", 0)
         self.host = HostPages(runner.host_pool.num_pages)
         source = f"127.0.0.1:{self.server.port}"
-        self.leases = HandoffLeases(self.host, PAGE, FINGERPRINT, 5, source, 1.0, time.monotonic, 60.0, in_parts=2)
+        self.leases = TransferLeases(self.host, PAGE, FINGERPRINT, 5, source, 1.0, time.monotonic, 60.0, in_parts=2)
         tiers = HierarchicalCache(self.host, PAGES, PAGE, leases=self.leases)
         device = own and ExportedPages(own.export(), tiers.device_epoch)
         self.server.serve(self.leases, runner.host_pool, FINGERPRINT, device=device)
@@ -60,7 +60,7 @@ class Source:
     def read(self, ticket: HandoffTicket) -> Future[list[bool]]:
         """Begins to read what a ticket names."""
         indices = [ticket.first_page + number for number in range(len(ticket.places))]
-        return self.readers.submit(self.mover.read, ticket, indices, [self.into.record(index) for index in indices])
+        return self.readers.submit(self.backend.read, ticket, indices, [self.into.record(index) for index in indices])
 
     def steps(self, reads: list[Future[list[bool]]]) -> HandoffTicket:
         """Computes the prompt; what is announced is read at once."""
@@ -116,7 +116,7 @@ def test_layers_are_read_before_the_last_one_of_their_chunk_is_computed(
     make_source: Callable[[str], Source], name: str, request: pytest.FixtureRequest
 ) -> None:
     source = make_source(name)
-    parts, seen = source.mover.parts, [0]
+    parts, seen = source.backend.parts, [0]
 
     def wait_for_bytes() -> None:
         until = time.monotonic() + 60
@@ -157,7 +157,7 @@ def test_layers_are_read_before_the_last_one_of_their_chunk_is_computed(
 
 def test_of_a_step_that_fails_nothing_is_had_that_was_read_before(make_source: Callable[[str], Source]) -> None:
     source = make_source("llama")
-    parts = source.mover.parts
+    parts = source.backend.parts
     reached = threading.Event()
 
     def fail() -> None:

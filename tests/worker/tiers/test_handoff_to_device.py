@@ -19,9 +19,9 @@ from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.storage.backend import ThreadExecutor
 from sapwood_worker.core.cache.storage.record import namespace_of
-from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcMover, ExportedPages
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases
-from sapwood_worker.core.cache.transfer.reads import Landing, Pulls, Takeover
+from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcBackend, ExportedPages
+from sapwood_worker.core.cache.transfer.leases import TransferLeases
+from sapwood_worker.core.cache.transfer.reads import PageReads, ReceiveBuffer, TransferReceiver
 from sapwood_worker.core.cache.transfer.server import PageServer
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
@@ -49,17 +49,19 @@ class Worker:
         self.leases = None
         if server is not None:
             source = f"127.0.0.1:{server.port}"
-            self.leases = HandoffLeases(host, PAGE, FINGERPRINT, 5, source, 1.0, time.monotonic, 60.0, in_parts=2)
+            self.leases = TransferLeases(host, PAGE, FINGERPRINT, 5, source, 1.0, time.monotonic, 60.0, in_parts=2)
         self.tiers = HierarchicalCache(host, PAGES, PAGE, leases=self.leases)
         if server is not None and self.leases is not None:
             device = ExportedPages(own.export(), self.tiers.device_epoch)
             server.serve(self.leases, pool, FINGERPRINT, device=device)
         else:
-            mover, executor = CudaIpcMover(None, own), ThreadExecutor(4)
-            into_host = Pulls(HostGround(host, pool, FINGERPRINT, mover), FINGERPRINT, executor, 0.9, time.monotonic)
-            landing = Landing(self.tiers, PAGES, pool.object_bytes, FINGERPRINT, mover)
-            into_device = Pulls(landing, FINGERPRINT, executor, 0.9, time.monotonic, into_host.counters)
-            self.tiers.pulls = Takeover(into_host, landing, into_device)
+            backend, executor = CudaIpcBackend(None, own), ThreadExecutor(4)
+            into_host = PageReads(
+                HostGround(host, pool, FINGERPRINT, backend), FINGERPRINT, executor, 0.9, time.monotonic
+            )
+            receive_buffer = ReceiveBuffer(self.tiers, PAGES, pool.object_bytes, FINGERPRINT, backend)
+            into_device = PageReads(receive_buffer, FINGERPRINT, executor, 0.9, time.monotonic, into_host.counters)
+            self.tiers.reads = TransferReceiver(into_host, receive_buffer, into_device)
         config = SchedulerConfig(
             page_size=PAGE, num_pages=PAGES, context_length=CONTEXT, max_running=2, max_step_tokens=40
         )
@@ -99,9 +101,9 @@ def pair(tiny_model: Any, make_runner: Any) -> Iterator[tuple[Worker, Worker]]:
 
 def read_some(target: Worker) -> None:
     """Returns once pages have come that were announced."""
-    assert target.tiers.pulls is not None
+    assert target.tiers.reads is not None
     until = time.monotonic() + 60
-    while not target.tiers.pulls.counters.early:
+    while not target.tiers.reads.counters.early:
         assert time.monotonic() < until, "no announced page is read"
         target.turn()
 
@@ -129,8 +131,8 @@ def test_pages_go_from_device_to_device_and_the_tokens_are_one_workers(
     page_bytes = target.runner.host_pool.page_bytes
     tokens = target.answer(Request(2, "r2", PROMPT, SAMPLING, ticket=ticket))
     assert target.memory.copied == WHOLE * page_bytes
-    assert target.tiers.pulls is not None
-    counters = target.tiers.pulls.counters
+    assert target.tiers.reads is not None
+    counters = target.tiers.reads.counters
     assert (counters.pages, counters.stale, counters.failures, counters.fallbacks) == (WHOLE, 0, 0, 0)
     assert (counters.early > 0) == early
     assert target.tiers.counters.host_hits == 0 and target.scheduler.load().device_hit_tokens == WHOLE * PAGE
@@ -151,8 +153,8 @@ def test_what_left_the_sources_device_comes_through_the_hosts_memory(pair: tuple
     for number in range(3):  # others get the pages
         source.answer(Request(10 + number, "other", array("I", [5 + number] * 120), sampling))
     tokens = target.answer(Request(2, "r2", PROMPT, SAMPLING, ticket=ticket))
-    assert target.tiers.pulls is not None and target.tiers.pulls.counters.pages == WHOLE
-    assert target.tiers.pulls.counters.fallbacks == 0
+    assert target.tiers.reads is not None and target.tiers.reads.counters.pages == WHOLE
+    assert target.tiers.reads.counters.fallbacks == 0
     assert tokens == source.answer(Request(3, "r3", PROMPT, SAMPLING))
 
 
@@ -181,7 +183,7 @@ def test_nothing_is_written_before_steps_and_copies_are_over_that_use_a_page(pai
         for _ in range(3):
             target.turn()
         time.sleep(0.05)
-        assert target.memory.copied == 0 and tiers.pulls is not None and tiers.pulls.busy
+        assert target.memory.copied == 0 and tiers.reads is not None and tiers.reads.busy
         tiers.steps = steps
     del tiers.is_storing
     target.answer(Request(3, "r3", PROMPT, SAMPLING))

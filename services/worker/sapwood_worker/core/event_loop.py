@@ -27,9 +27,9 @@ from sapwood_worker.ipc.messages import (
     Answered,
     CacheCommand,
     CallFailed,
+    Channel,
     Flush,
     KeepHandoffs,
-    Mailbox,
     Operation,
     Pause,
     Pin,
@@ -73,8 +73,8 @@ class EventLoop:
     - Overlapped: the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. A request
       that ends or is aborted in N is still part of N + 1; what N + 1 computes of it is thrown away. Requests with a grammar go
       step by step, because a grammar must see each token before the next. So do steps after a draft.
-    - With lanes: steps are launched until as many are in flight as :meth:`Scheduler.plans_ahead` allows. Where requests are
-      shared that is one for each lane, and one more if the runner computes by itself; with too few to share it is two, unless
+    - With micro-batches: steps are launched until as many are in flight as :meth:`Scheduler.plans_ahead` allows. Where requests
+      are shared that is one for each micro-batch, and one more if the runner computes by itself; with too few to share it is two, unless
       prompts are being computed. So all stages of a pipeline compute at the same time, each for other requests.
 
     If the runner fails a step, the requests in it end with an error. An error of the scheduler itself ends the process.
@@ -82,7 +82,7 @@ class EventLoop:
     Args:
         scheduler: The core.
         runner: The model.
-        mailbox: The way to the gRPC front.
+        channel: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; None: no such requests come.
         operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
@@ -94,7 +94,7 @@ class EventLoop:
         self,
         scheduler: Scheduler | RankPlanner,
         runner: Runner,
-        mailbox: Mailbox,
+        channel: Channel,
         grammars: GrammarBackend | None = None,
         operations: Operations | None = None,
         tiering: Tiering | TiersOfRanks | None = None,
@@ -104,7 +104,7 @@ class EventLoop:
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._mailbox = mailbox
+        self._channel = channel
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
         self._operations = operations or Operations(scheduler)
         self._tiering = tiering
@@ -128,7 +128,7 @@ class EventLoop:
             if idle:
                 for observer in self._observers:
                     observer.idle()
-            messages = self._mailbox.receive(wait=idle)
+            messages = self._channel.receive(wait=idle)
             # Whatever may hang runs between begin() and end(): an operation, a cache tier, a plan, the model.
             for observer in self._observers:
                 observer.begin()
@@ -181,7 +181,7 @@ class EventLoop:
             case AnnouncePages(ticket, token_ids, namespace):
                 self._scheduler.handoffs.announced(ticket, array("I", token_ids), namespace)
             case operation:
-                self._mailbox.send(self._operations.run(operation))
+                self._channel.send(self._operations.run(operation))
 
     def _command(self, command: CacheCommand) -> None:
         """Carries out a command on the cache's tiers; some are answered later."""
@@ -192,7 +192,7 @@ class EventLoop:
             tiers = device_report(load) if self._tiering is None else self._tiering.report(load)
             failed = CallFailed(call, InvalidArgumentError.__name__, error, CACHE_FIELDS.get(verb))
             fingerprint = b"" if self._tiering is None else self._tiering.fingerprint
-            self._mailbox.send(failed if error else Answered(call, tiers=tiers, page_fingerprint=fingerprint))
+            self._channel.send(failed if error else Answered(call, tiers=tiers, page_fingerprint=fingerprint))
 
         if verb == "clear" and argument in ("device", "all"):
             self._scheduler.clear_device()
@@ -213,7 +213,7 @@ class EventLoop:
             elif built.finished:  # the output of an earlier try has completed the grammar
                 built.close()
                 done = RequestOutput(message.serial, [], "stop", len(array("I", message.token_ids)))
-                self._mailbox.send(Step([done], self._scheduler.load()))
+                self._channel.send(Step([done], self._scheduler.load()))
             else:
                 self._add(message, built)
 
@@ -245,7 +245,7 @@ class EventLoop:
             self._refuse(message.serial, error)
 
     def _refuse(self, serial: int, error: SapwoodError) -> None:
-        self._mailbox.send(Refused(serial, type(error).__name__, error.message, error.field, error.retry_after))
+        self._channel.send(Refused(serial, type(error).__name__, error.message, error.field, error.retry_after))
 
     def _step(self, outputs: list[RequestOutput]) -> None:
         """Launches a step, if there is one to plan, and takes the results of earlier steps; without overlap also its own.
@@ -330,7 +330,7 @@ class EventLoop:
         news = [observer.report(message, idle=idle) for observer in self._observers]
         if outputs or events or rank_events or any(news) or load != self._reported:
             self._reported = load
-            self._mailbox.send(message)
+            self._channel.send(message)
             for observer in self._observers:
                 observer.sent()
 

@@ -14,8 +14,8 @@ from sapwood_common.network.keyed_ways import connect
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.core.child import add_arguments, begin, load, spare_the_collector
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.ipc.liveness import Pulse, progress_file
-from sapwood_worker.ipc.rank import last_words
+from sapwood_worker.ipc.liveness import Heartbeat, progress_file
+from sapwood_worker.ipc.rank import exit_reason
 from sapwood_worker.records.ranks import Place
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ def main() -> int:
     arguments = parser.parse_args()
     config, runner_name, key = begin(arguments)
     setup_logging(f"rank-{arguments.rank}", config.log_level, config.log_format)
-    pulse = Pulse(arguments.folder / progress_file(arguments.rank))
-    place = Place(arguments.rank, config.ranks, arguments.rendezvous, config.nnodes, waits=pulse.waits)
+    heartbeat = Heartbeat(arguments.folder / progress_file(arguments.rank))
+    place = Place(arguments.rank, config.ranks, arguments.rendezvous, config.nnodes, waits=heartbeat.waits)
     leader: Connection | None = None
     try:
         way = arguments.leader
@@ -44,7 +44,7 @@ def main() -> int:
         if not isinstance(error, ConfigError):
             logger.exception("%s failed", place)
         reason = str(error) or type(error).__name__
-        last_words(arguments.folder, place.rank).write_text(reason)
+        exit_reason(arguments.folder, place.rank).write_text(reason)
         if leader is not None:
             with contextlib.suppress(OSError):  # which is for a leader that waits for this rank's model
                 leader.send_bytes(reason.encode())

@@ -25,7 +25,7 @@ from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.child import Task, add_arguments, begin, load, spare_the_collector
 from sapwood_worker.core.event_loop import EventLoop, Operations, Profiler
 from sapwood_worker.core.expert_balancing import ExpertBalancer, ExpertWatch
-from sapwood_worker.core.group.group_runner import GroupRunner, SplitRequestsRunner
+from sapwood_worker.core.group.group_runner import DataParallelRunner, GroupRunner
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
 from sapwood_worker.core.observers import AllReduceWatch, CrashDump, Observer, StageLog, StepClock, Watchdog
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
@@ -33,9 +33,9 @@ from sapwood_worker.core.scheduler.ranks import RankPlanner
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.core.tiering import Tiering, TiersOfRanks, measure_token_seconds
-from sapwood_worker.ipc.liveness import PROGRESS_FILE, Pulse
-from sapwood_worker.ipc.messages import Failed, OrphanedError, Ready, StagedMailbox, ZmqMailbox, stages_are_logged
-from sapwood_worker.ipc.rank import last_words
+from sapwood_worker.ipc.liveness import PROGRESS_FILE, Heartbeat
+from sapwood_worker.ipc.messages import Failed, OrphanedError, Ready, StagedChannel, ZmqChannel, stages_are_logged
+from sapwood_worker.ipc.rank import exit_reason
 from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds
 from sapwood_worker.model.grammar.registry import make_backend
 from sapwood_worker.records.grammar_state import MaskFiller
@@ -99,8 +99,8 @@ def build_scheduler(
         jump_forward=config.structured_output.jump_forward,
         speculate=_speculate(config) if info.generates else "off",
         windows=info.windows,
-        lanes=info.lanes,
-        lanes_from=info.lanes_from,
+        micro_batches=info.micro_batches,
+        micro_batches_from=info.micro_batches_from,
         chained=info.chained and config.overlap,
     )
     ranks = info.attention_ranks
@@ -166,10 +166,10 @@ def main() -> int:
     task = begin(arguments)
     config = task.config
     setup_logging("scheduler", config.log_level, config.log_format)
-    mailbox = ZmqMailbox(arguments.folder, arguments.parent)
-    pulse = Pulse(arguments.folder / PROGRESS_FILE)
+    channel = ZmqChannel(arguments.folder, arguments.parent)
+    heartbeat = Heartbeat(arguments.folder / PROGRESS_FILE)
     try:
-        runner = _make_runner(arguments, task, pulse.waits)
+        runner = _make_runner(arguments, task, heartbeat.waits)
         tiering = build_tiers(config, runner)
         grammars = build_grammars(config, runner)
         masks = None if grammars is None else grammars.masks
@@ -178,8 +178,8 @@ def main() -> int:
     except Exception as error:
         if not isinstance(error, ConfigError):
             logger.exception("the model could not be loaded")
-        mailbox.send(Failed(str(error) or type(error).__name__))
-        mailbox.close()
+        channel.send(Failed(str(error) or type(error).__name__))
+        channel.close()
         return 1
     spare_the_collector()
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -187,7 +187,7 @@ def main() -> int:
         config.speculate if scheduler.speculates else "off",
         b"" if tiering is None else tiering.fingerprint,
     )
-    mailbox.send(Ready(_described(runner, speculate, fingerprint)))
+    channel.send(Ready(_described(runner, speculate, fingerprint)))
     dump = None if config.crash_dump_folder is None else CrashDump(config.crash_dump_folder, runner.info)
     observers: list[Observer] = [] if dump is None else [dump]
     staged = stages_are_logged()
@@ -198,7 +198,7 @@ def main() -> int:
         loop = EventLoop(
             scheduler,
             runner,
-            StagedMailbox(mailbox) if staged else mailbox,
+            StagedChannel(channel) if staged else channel,
             grammars,
             Operations(scheduler, _profiler()),
             tiering,
@@ -214,15 +214,15 @@ def main() -> int:
     except RankLostError as error:
         logger.error("%s", error, exc_info=error.__cause__)
         if not isinstance(error, RankGoneError):
-            last_words(arguments.folder, 0).write_text(str(error))
-        mailbox.close()
+            exit_reason(arguments.folder, 0).write_text(str(error))
+        channel.close()
         sys.stderr.flush()
         os._exit(1)  # nothing waits for exchanges that will never end
     except Exception as error:
         if dump is not None:
             dump.write(error, scheduler.in_flight(), scheduler.load())
         raise
-    mailbox.close()
+    channel.close()
     return 0
 
 
@@ -253,7 +253,7 @@ def _make_runner(arguments: argparse.Namespace, task: Task, waits: Waits) -> Loa
             elsewhere = range(place.on_node, place.size)
             followers += accept(listener, task.key, elsewhere, _COMING_SECONDS)
     runner = factory(config, place)
-    return (SplitRequestsRunner if runner.info.attention_ranks > 1 else GroupRunner)(runner, followers, waits)
+    return (DataParallelRunner if runner.info.attention_ranks > 1 else GroupRunner)(runner, followers, waits)
 
 
 def _profiler() -> Profiler | None:

@@ -21,14 +21,14 @@ from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, StorageOpener, measure_prefill
 from sapwood_worker.core.cache.storage.record import handoff_namespace, take_good
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
-from sapwood_worker.core.cache.transfer.backend import PageMover
-from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcMover, ExportedPages
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases
-from sapwood_worker.core.cache.transfer.mooncake import MooncakeMover, MooncakeSource
-from sapwood_worker.core.cache.transfer.nixl import NixlMover, NixlSource
-from sapwood_worker.core.cache.transfer.reads import READS, Landing, Pulls, Takeover
+from sapwood_worker.core.cache.transfer.backend import TransferBackend
+from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcBackend, ExportedPages
+from sapwood_worker.core.cache.transfer.leases import TransferLeases
+from sapwood_worker.core.cache.transfer.mooncake import MooncakeBackend, MooncakeSource
+from sapwood_worker.core.cache.transfer.nixl import NixlBackend, NixlSource
+from sapwood_worker.core.cache.transfer.reads import READS, PageReads, ReceiveBuffer, TransferReceiver
 from sapwood_worker.core.cache.transfer.server import PageServer
-from sapwood_worker.core.cache.transfer.tcp import QuickestMover, SharedMemoryMover, TcpMover
+from sapwood_worker.core.cache.transfer.tcp import SameHostBackend, SharedMemoryBackend, TcpBackend
 from sapwood_worker.core.cache.transfer.wire import PageTls, Way
 from sapwood_worker.ipc.messages import CacheVerb
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -37,22 +37,22 @@ from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.load import Load, TierReport
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Runner
-from sapwood_worker.settings import HandoffMover, Role
+from sapwood_worker.settings import Role, TransferBackendName
 
 logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
 
-_MOVERS: dict[HandoffMover, Callable[[PageTls | None, HostPool], PageMover]] = {
-    "auto": lambda tls, _: QuickestMover(tls),
-    "cuda": lambda tls, _: QuickestMover(tls),  # of a model whose pages are in pieces
-    "tcp": lambda tls, _: TcpMover(tls),
-    "shm": lambda tls, _: SharedMemoryMover(tls),
-    "nixl": NixlMover,
-    "mooncake": MooncakeMover,
+_BACKENDS: dict[TransferBackendName, Callable[[PageTls | None, HostPool], TransferBackend]] = {
+    "auto": lambda tls, _: SameHostBackend(tls),
+    "cuda": lambda tls, _: SameHostBackend(tls),  # of a model whose pages are in pieces
+    "tcp": lambda tls, _: TcpBackend(tls),
+    "shm": lambda tls, _: SharedMemoryBackend(tls),
+    "nixl": NixlBackend,
+    "mooncake": MooncakeBackend,
 }
-_ENGINES: dict[HandoffMover, Callable[[PageTls | None, HostPool], Callable[[str], bytes]]] = {
+_ENGINES: dict[TransferBackendName, Callable[[PageTls | None, HostPool], Callable[[str], bytes]]] = {
     "nixl": NixlSource,
     "mooncake": MooncakeSource,
 }
@@ -198,8 +198,8 @@ class Tiering:
             if config.host_cache.write != "write_through":
                 raise ConfigError(f"--host-cache write={config.host_cache.write}: pages must go to the host at once")
             cache.leases = _build_leases(config, *given)
-        if role == "decode" and cache.pulls is None:
-            cache.pulls = _build_takeover(config, *given)
+        if role == "decode" and cache.reads is None:
+            cache.reads = _build_takeover(config, *given)
 
     def report(self, load: Load) -> list[TierReport]:
         """The tiers as they are now."""
@@ -254,18 +254,18 @@ class Tiering:
 
 def _build_leases(
     config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool, fingerprint: bytes
-) -> HandoffLeases:
+) -> TransferLeases:
     """The leases of a worker that hands prompts off, and the server by which they are read."""
-    tls, mover = _page_tls(config), config.kv_transfer.backend
+    tls, backend = _page_tls(config), config.kv_transfer.backend
     engines: dict[Way, Callable[[str], bytes]] = {}
-    if mover == "nixl" or mover == "mooncake":
-        engines[mover] = _ENGINES[mover](tls, pool)
+    if backend == "nixl" or backend == "mooncake":
+        engines[backend] = _ENGINES[backend](tls, pool)
     device = None
     if (own := _own_pool(config, runner)) is not None and (exported := _on_gpu(config, own.export)) is not None:
         device = ExportedPages(exported, cache.device_epoch)
     server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.kv_transfer_port, tls)
     source, epoch = f":{server.port}", time.time_ns()
-    leases = HandoffLeases(
+    leases = TransferLeases(
         cache.host,
         runner.info.page_size,
         fingerprint,
@@ -282,17 +282,19 @@ def _build_leases(
 
 def _build_takeover(
     config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool, fingerprint: bytes
-) -> Takeover:
-    """What takes prompts over; into the device's pages too, where the mover can fill them."""
+) -> TransferReceiver:
+    """What takes prompts over; into the device's pages too, where the backend can fill them."""
     tls, share = _page_tls(config), config.kv_transfer.share
     executor, own = ThreadExecutor(READS), _own_pool(config, runner)
-    mover = _MOVERS[config.kv_transfer.backend](tls, pool) if own is None else CudaIpcMover(tls, own)
-    ground = HostGround(cache.host, pool, fingerprint, mover)
-    host = Pulls(ground, fingerprint, executor, share, time.monotonic)
-    if not isinstance(mover, CudaIpcMover):
-        return Takeover(host)
-    landing = Landing(cache, runner.info.num_pages, pool.object_bytes, fingerprint, mover)
-    return Takeover(host, landing, Pulls(landing, fingerprint, executor, share, time.monotonic, host.counters))
+    backend = _BACKENDS[config.kv_transfer.backend](tls, pool) if own is None else CudaIpcBackend(tls, own)
+    ground = HostGround(cache.host, pool, fingerprint, backend)
+    host = PageReads(ground, fingerprint, executor, share, time.monotonic)
+    if not isinstance(backend, CudaIpcBackend):
+        return TransferReceiver(host)
+    receive_buffer = ReceiveBuffer(cache, runner.info.num_pages, pool.object_bytes, fingerprint, backend)
+    return TransferReceiver(
+        host, receive_buffer, PageReads(receive_buffer, fingerprint, executor, share, time.monotonic, host.counters)
+    )
 
 
 def _own_pool(config: WorkerConfig, runner: TieredRunner) -> OwnPool | None:
@@ -357,7 +359,7 @@ class HostGround:
         host: The second tier's pages.
         pool: Their memory.
         fingerprint: What pages hold besides tokens.
-        mover: Reads.
+        backend: Reads.
 
     Attributes:
         batch, early_reads: As :class:`~sapwood_worker.core.cache.transfer.reads.Ground` has it.
@@ -367,16 +369,16 @@ class HostGround:
 
     batch, early_reads = _BATCH, 4
 
-    def __init__(self, host: HostPages, pool: HostPool, fingerprint: bytes, mover: PageMover) -> None:
+    def __init__(self, host: HostPages, pool: HostPool, fingerprint: bytes, backend: TransferBackend) -> None:
         self.page_bytes = pool.object_bytes
-        self.parts = mover.parts
+        self.parts = backend.parts
         self.num_pages = host.num_pages
         self.reserve, self.written, self.abandon = host.reserve, host.written, host.abandon
         self.pin, self.unpin = host.pin, host.unpin
         self._host = host
         self._pool = pool
         self._namespace = fingerprint.hex()
-        self._mover = mover
+        self._backend = backend
 
     def writable(self, entries: Sequence[HostPage]) -> bool:
         """Always: nothing that uses a host page lets go of it before it has ended."""
@@ -385,7 +387,7 @@ class HostGround:
     def read(self, ticket: HandoffTicket, indices: Sequence[int], entries: Sequence[HostPage]) -> list[bool]:
         """Reads pages of a ticket; returns which are what it says. Called from several threads."""
         with self._pool.arriving([entry.page for entry in entries]) as records:
-            read = self._mover.read(ticket, indices, records)
+            read = self._backend.read(ticket, indices, records)
             return take_good(self._pool, entries, read, records, self._namespace)
 
     def released(self, serial: int, wanted: Sequence[PageKey]) -> bool:

@@ -17,7 +17,7 @@ from sapwood_common.contract.child_seed import child_seed
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.front.kv_event_stream import KvEventStream
 from sapwood_worker.front.metrics import EngineObserver
-from sapwood_worker.ipc.liveness import Vitals
+from sapwood_worker.ipc.liveness import Liveness
 from sapwood_worker.ipc.messages import (
     USUAL,
     Abort,
@@ -102,7 +102,7 @@ class Engine:
         """How many tokens the model's experts got, at most a second old."""
         self.sums: dict[str, int] = {}
         """How often each method has summed tensors over the ranks of a layer, at most a second old."""
-        self.vitals = Vitals()
+        self.liveness = Liveness()
         """Whether the scheduler process and this one are well."""
         self.load_version = 0
         """Increases with each change of the load or of what is cached."""

@@ -9,7 +9,7 @@ from functools import partial
 
 from sapwood_common.telemetry.metrics import MetricSet, OneOf
 from sapwood_common.telemetry.tracing import Span, Tracing
-from sapwood_worker.ipc.liveness import Vitals
+from sapwood_worker.ipc.liveness import Liveness
 from sapwood_worker.records.experts import ExpertLoad
 from sapwood_worker.records.load import Load, LoadTime, StepTime
 from sapwood_worker.records.model_info import APART, OVERLAPPED, SUM_METHODS, SUM_SIZES, SumChoices
@@ -124,17 +124,17 @@ class WorkerMetrics:
         self._watch_transfers(load)
         self._watch_ranks(load)
 
-    def watch_vitals(self, vitals: Vitals) -> None:
-        """Adds the metrics that read the vitals at each scrape."""
+    def watch_liveness(self, liveness: Liveness) -> None:
+        """Adds the metrics that read the liveness at each scrape."""
         readings: dict[str, tuple[str, Callable[[], float]]] = {
             "scheduler_frozen_seconds": (
                 "Seconds since the scheduler process's last sign of life; 0 while it runs.",
-                lambda: vitals.frozen,
+                lambda: liveness.frozen,
             ),
-            "current_step_seconds": ("Seconds since the scheduler's current step began.", lambda: vitals.step),
+            "current_step_seconds": ("Seconds since the scheduler's current step began.", lambda: liveness.step),
             "loop_lag_seconds": (
                 "Delay of callbacks in the gRPC front's event loop: the recent maximum, halved every 10 s.",
-                lambda: vitals.lag.recent,
+                lambda: liveness.lag.recent,
             ),
         }
         for name, (text, read) in readings.items():
@@ -144,21 +144,21 @@ class WorkerMetrics:
             "gauge",
             "sapwood_worker_rank_frozen_seconds",
             "Seconds since each rank's last sign of life; 0 while it runs.",
-            lambda: [((str(rank),), seconds) for rank, seconds in enumerate(vitals.silent)],
+            lambda: [((str(rank),), seconds) for rank, seconds in enumerate(liveness.silent)],
             rank=ranks,
         )
         self._metrics.polled(
             "gauge",
             "sapwood_worker_rank_resident_bytes",
             "The host's memory that each rank's process has in use, what ranks share included.",
-            lambda: [((str(rank),), size) for rank, size in enumerate(vitals.resident)],
+            lambda: [((str(rank),), size) for rank, size in enumerate(liveness.resident)],
             rank=ranks,
         )
         self._metrics.polled(
             "counter",
             "sapwood_worker_rank_losses_total",
             "How often a rank has died, hung or failed, after which all ranks were started again.",
-            lambda: [((str(rank),), vitals.losses[rank]) for rank in sorted({0, *vitals.losses})],
+            lambda: [((str(rank),), liveness.losses[rank]) for rank in sorted({0, *liveness.losses})],
             rank=ranks,
         )
 

@@ -418,11 +418,11 @@ class Session:
             self._load_version = self._engine.load_version
             self._load_sent = now
             response.load.CopyFrom(to_load_report(self._engine.load, self._engine.kv_events))
-        vitals = self._engine.vitals
-        response.draining = self._draining.is_set() or vitals.stuck
-        response.frozen_ms = int(vitals.frozen * 1000)
-        response.step_ms = int(vitals.step * 1000)
-        response.loop_lag_ms = int(vitals.lag.recent * 1000)
+        liveness = self._engine.liveness
+        response.draining = self._draining.is_set() or liveness.stuck
+        response.frozen_ms = int(liveness.frozen * 1000)
+        response.step_ms = int(liveness.step * 1000)
+        response.loop_lag_ms = int(liveness.lag.recent * 1000)
 
     def _add_output(self, response: worker_pb2.SessionResponse, stream_id: int, stream: SessionStream) -> int:
         """Puts what a stream has into a message; returns its size as it counts beside others'."""

@@ -40,7 +40,7 @@ _SIZE = _WAITS_AT + WAITS_BYTES
 _PULSE_SECONDS = 0.1
 
 
-class Pulse:
+class Heartbeat:
     """A thread of the scheduler process that shows that the process runs, from construction to :meth:`stop`.
 
     Args:
@@ -54,7 +54,7 @@ class Pulse:
         self._memory = map_progress(path)
         self.waits = Waits(memoryview(self._memory)[_WAITS_AT:])
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -85,7 +85,7 @@ class ProgressView:
         (began,) = BEGAN.unpack_from(self._memory, 0)
         return time.monotonic() - began if began else 0.0
 
-    def pulse(self) -> int:
+    def heartbeat(self) -> int:
         """A number that changes ten times a second while the process runs."""
         (count,) = _PULSE.unpack_from(self._memory, _PULSE_AT)
         return int(count)
@@ -109,7 +109,7 @@ FROZEN_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class Vitals:
+class Liveness:
     """Written by the supervisor, read by sessions and health checks, all on one event loop.
 
     Attributes:

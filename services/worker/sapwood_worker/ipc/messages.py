@@ -256,8 +256,8 @@ class OrphanedError(Exception):
     """The front is gone."""
 
 
-class ZmqMailbox:
-    """Implements :class:`Mailbox` over two ZeroMQ sockets.
+class ZmqChannel:
+    """Implements :class:`Channel` over two ZeroMQ sockets.
 
     Args:
         folder: Where the front's sockets are.
@@ -334,7 +334,7 @@ def staged_receive(receive: Callable[[FromScheduler], None]) -> Callable[[FromSc
     return staged
 
 
-class Mailbox(Protocol):
+class Channel(Protocol):
     """Where the scheduler's loop gets its messages and sends its answers."""
 
     def receive(self, *, wait: bool) -> list[ToScheduler]:
@@ -350,27 +350,27 @@ class Mailbox(Protocol):
         ...
 
 
-class StagedMailbox:
-    """Implements :class:`Mailbox` over another one.
+class StagedChannel:
+    """Implements :class:`Channel` over another one.
 
     Args:
-        mailbox: The other one.
+        channel: The other one.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
 
     def receive(self, *, wait: bool) -> list[ToScheduler]:
-        """The messages of the other mailbox."""
-        messages = self._mailbox.receive(wait=wait)
+        """The messages of the other channel."""
+        messages = self._channel.receive(wait=wait)
         for message in messages:
             for stage in _asked(message):
                 log_stage(f"{stage} taken")
         return messages
 
     def send(self, message: FromScheduler) -> None:
-        """Sends a message over the other mailbox."""
-        self._mailbox.send(message)
+        """Sends a message over the other channel."""
+        self._channel.send(message)
         for stage in _answered(message):
             log_stage(f"{stage} sent")
 

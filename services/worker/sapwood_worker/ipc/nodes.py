@@ -33,10 +33,10 @@ from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.rank import (
     LOST_AFTER,
     LOST_AT_START_AFTER,
+    Progress,
     Rank,
+    RankProgress,
     RankSilence,
-    RankStanding,
-    Standing,
     rank_command,
 )
 
@@ -146,7 +146,7 @@ class RankEnded(msgspec.Struct, tag=True, frozen=True):
     how: str
 
 
-class Standings(msgspec.Struct, tag=True, frozen=True):
+class ProgressOfRanks(msgspec.Struct, tag=True, frozen=True):
     """How far the node's ranks have come.
 
     Attributes:
@@ -155,14 +155,14 @@ class Standings(msgspec.Struct, tag=True, frozen=True):
     """
 
     epoch: int
-    ranks: list[Standing]
+    ranks: list[Progress]
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
     """A sign of life."""
 
 
-Message = Hello | Refused | Begin | Loaded | End | RankEnded | Standings | Beat
+Message = Hello | Refused | Begin | Loaded | End | RankEnded | ProgressOfRanks | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -317,7 +317,7 @@ class Nodes:
         host: The address at which ranks meet.
         key: The group's.
         one_left: Whether a node was lost in this epoch, which may come again.
-        standings: How far the other nodes' ranks have come in this epoch, by the node.
+        progress_of_ranks: How far the other nodes' ranks have come in this epoch, by the node.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -335,7 +335,7 @@ class Nodes:
         self._epoch = 0
         self._was_whole = False
         self.one_left = False
-        self.standings: dict[int, list[Standing]] = {}
+        self.progress_of_ranks: dict[int, list[Progress]] = {}
         self._lost: asyncio.Future[tuple[int, str]] | None = None
 
     async def start(self) -> None:
@@ -376,7 +376,7 @@ class Nodes:
         """Has the nodes start their ranks; the result is the first rank that is lost and how."""
         self._epoch += 1
         self.one_left = False
-        self.standings = {}
+        self.progress_of_ranks = {}
         self._lost = asyncio.get_running_loop().create_future()
         self._store_port = meeting.store.getsockname()[1]
         message = Begin(self._epoch, meeting.steps.getsockname()[1], meeting.salt)
@@ -447,9 +447,9 @@ class Nodes:
                     case RankEnded(epoch, rank, how):
                         if epoch == self._epoch:
                             self._lose(rank, f"rank {rank} of {self._all} (node {node}): {how}")
-                    case Standings(epoch, ranks):
+                    case ProgressOfRanks(epoch, ranks):
                         if epoch == self._epoch:
-                            self.standings[node] = ranks
+                            self.progress_of_ranks[node] = ranks
                     case _:
                         raise LinkLostError("it speaks another language")
         except (LinkLostError, TimeoutError) as error:
@@ -679,7 +679,7 @@ class _NodeRanks:
 
     async def _watch(self, epoch: int, link: NodeLink, ranks: Sequence[Rank]) -> None:
         silences = [RankSilence(rank, _POLL_SECONDS) for rank in ranks]
-        standings = [RankStanding(rank, _POLL_SECONDS) for rank in ranks]
+        progress_of_ranks = [RankProgress(rank, _POLL_SECONDS) for rank in ranks]
         told: set[int] = set()
         while True:
             # Who was killed or says why comes before those that have only lost it.
@@ -692,5 +692,5 @@ class _NodeRanks:
                 if each.check() > self._limit and each.rank.number not in told:
                     told.add(each.rank.number)
                     link.send(RankEnded(epoch, each.rank.number, f"no sign of life for {each.seconds:.1f} s"))
-            link.send(Standings(epoch, [each.check() for each in standings]))
+            link.send(ProgressOfRanks(epoch, [each.check() for each in progress_of_ranks]))
             await asyncio.sleep(_POLL_SECONDS)

@@ -122,7 +122,7 @@ def _stat_of(task: str) -> list[bytes]:
     return stat.rpartition(b")")[2].split()  # the name before may hold anything
 
 
-def last_words(folder: Path, rank: int) -> Path:
+def exit_reason(folder: Path, rank: int) -> Path:
     """The file in which a process leaves what it ends with."""
     return folder / f"last-words-{rank}"
 
@@ -200,7 +200,7 @@ class Rank:
         self.number = number
         self.name = f"rank {number} of {size}" if size > 1 else "the scheduler process"
         self.progress = ProgressView(folder / progress_file(number))
-        self._words = last_words(folder, number)
+        self._words = exit_reason(folder, number)
         self._process: ChildProcess | None = None
 
     def start(self, command: RankCommand, descriptors: Sequence[int] = ()) -> None:
@@ -229,11 +229,11 @@ class Rank:
         return self._words.is_file()
 
     def signs_of_life(self) -> tuple[int, int]:
-        """The pulse and the CPU time in kernel ticks: either has changed if the process has run since the last call.
+        """The heartbeat and the CPU time in kernel ticks: either has changed if the process has run since the last call.
 
-        CPU time is needed beside the pulse, which cannot beat while something computes with the interpreter's lock held.
+        CPU time is needed beside the heartbeat, which cannot beat while something computes with the interpreter's lock held.
         """
-        return self.progress.pulse(), self.process.cpu_ticks()
+        return self.progress.heartbeat(), self.process.cpu_ticks()
 
     def how_it_ended(self) -> str:
         """How the rank ended, in words for people."""
@@ -297,7 +297,7 @@ _MARGIN = 4.0
 """How many times as long as the others a rank may take for the same."""
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
+class Progress(msgspec.Struct, frozen=True, array_like=True):
     """How far a rank has come.
 
     Attributes:
@@ -311,7 +311,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
-class RankStanding:
+class RankProgress:
     """Looks how far a rank has come.
 
     Args:
@@ -327,7 +327,7 @@ class RankStanding:
         self._ticks = rank.process.cpu_ticks()
         self._checked = time.monotonic()
 
-    def check(self) -> Standing:
+    def check(self) -> Progress:
         """How far it has come by now."""
         process, shown = self._rank.process, self._rank.progress.waits()
         now, ticks = time.monotonic(), process.cpu_ticks()
@@ -341,10 +341,10 @@ class RankStanding:
                 state = "R"  # the main thread waits for one that would compute
             counts = {"R": min(used, passed), "S": passed}.get(state, 0.0)
             self._seconds += min(counts, self._most_a_check)
-        return Standing(self._rank.number, shown, self._seconds)
+        return Progress(self._rank.number, shown, self._seconds)
 
 
-def hung(standings: Sequence[Standing], stage: int, patience: float) -> Standing | None:
+def hung(progress_of_ranks: Sequence[Progress], stage: int, patience: float) -> Progress | None:
     """The rank that hangs, if one does.
 
     Ranks of a stage compute the same: one hangs that is behind the others by far more than they took, however long a step
@@ -352,12 +352,12 @@ def hung(standings: Sequence[Standing], stage: int, patience: float) -> Standing
     steps. So it is where devices compute: there a rank hangs that is still launching a step which another has launched.
 
     Args:
-        standings: Of all ranks.
+        progress_of_ranks: Of all ranks.
         stage: Ranks that compute the same, next to each other; 1: each computes something else.
         patience: Factor of all limits.
     """
-    for waiting in standings:
-        for rank in standings:
+    for waiting in progress_of_ranks:
+        for rank in progress_of_ranks:
             alike = rank.rank // stage == waiting.rank // stage
             if waiting.shown.launched:
                 limit = max(waiting.shown.allowed, rank.shown.allowed)
@@ -370,19 +370,19 @@ def hung(standings: Sequence[Standing], stage: int, patience: float) -> Standing
     return None
 
 
-def stuck(standings: Sequence[Standing], patience: float) -> float | None:
+def stuck(progress_of_ranks: Sequence[Progress], patience: float) -> float | None:
     """Seconds for which no device has come further, where one is waited for that has had all ranks' work for far too long; None:
     there is no such. Which of them is at fault the hosts cannot tell.
 
     Args:
-        standings: Of all ranks.
+        progress_of_ranks: Of all ranks.
         patience: Factor of all limits.
     """
-    if not any(each.shown.waits_for == DEVICE for each in standings):
+    if not any(each.shown.waits_for == DEVICE for each in progress_of_ranks):
         return None
-    seconds = min(each.seconds for each in standings)
-    limit = max(_LEAST_DEVICE_SECONDS, *(each.shown.allowed for each in standings))
-    launched = {each.shown.launched for each in standings}
+    seconds = min(each.seconds for each in progress_of_ranks)
+    limit = max(_LEAST_DEVICE_SECONDS, *(each.shown.allowed for each in progress_of_ranks))
+    launched = {each.shown.launched for each in progress_of_ranks}
     return seconds if len(launched) == 1 and seconds >= patience * limit else None
 
 
@@ -391,7 +391,7 @@ def _launches_still(rank: Shown, other: Shown) -> bool:
     return rank.launched < other.launched and rank.waits_for in (0, AT_REST) and other.waits_for != 0
 
 
-def _is_waited_for(rank: Standing, waiting: Standing, *, alike: bool) -> bool:
+def _is_waited_for(rank: Progress, waiting: Progress, *, alike: bool) -> bool:
     """Whether another rank waits for it while it waits for nobody, or only for what the waiting ranks have done long ago."""
     wanted = waiting.shown.waits_for
     if wanted in (0, AT_REST) or not wanted >> rank.rank & 1:

@@ -16,7 +16,7 @@ import zmq.asyncio
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.socket_folder import SocketFolder
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.ipc.liveness import ProgressView, Vitals
+from sapwood_worker.ipc.liveness import Liveness, ProgressView
 from sapwood_worker.ipc.messages import (
     Failed,
     FromScheduler,
@@ -30,11 +30,11 @@ from sapwood_worker.ipc.nodes import Meeting, Nodes
 from sapwood_worker.ipc.rank import (
     LOST_AFTER,
     LOST_AT_START_AFTER,
+    Progress,
     Rank,
     RankCommand,
+    RankProgress,
     RankSilence,
-    RankStanding,
-    Standing,
     hung,
     rank_command,
     stuck,
@@ -94,9 +94,9 @@ class SchedulerProcess:
         return self.ranks[0].progress
 
     @property
-    def standings_elsewhere(self) -> list[Standing]:
+    def progress_elsewhere(self) -> list[Progress]:
         """How far the ranks on other hosts have come."""
-        return [] if self._nodes is None else [each for node in self._nodes.standings.values() for each in node]
+        return [] if self._nodes is None else [each for node in self._nodes.progress_of_ranks.values() for each in node]
 
     @property
     def alike(self) -> int:
@@ -290,7 +290,7 @@ class SchedulerProcess:
 
 _POLL_SECONDS = 0.1
 _LEAST_FROZEN = 0.5
-"""Seconds without a sign of life below which none are reported: the pulse also comes late when CPU is short."""
+"""Seconds without a sign of life below which none are reported: the heartbeat also comes late when CPU is short."""
 _MOST_PATIENCE = 16.0
 """How many times as long as at first a rank may hang in the end, where ranks that hung have been ended before."""
 
@@ -357,22 +357,24 @@ class Supervisor:
         """Queues a message for the process; never blocks."""
         self._current.send(message)
 
-    async def run(self, receive: Callable[[FromScheduler], None], vitals: Vitals, on_change: Callable[[], None]) -> str:
+    async def run(
+        self, receive: Callable[[FromScheduler], None], liveness: Liveness, on_change: Callable[[], None]
+    ) -> str:
         """Runs until the process ends; returns how it ended.
 
         Args:
             receive: Gets each message.
-            vitals: Kept up to date.
-            on_change: Called when ``vitals.well`` has changed.
+            liveness: Kept up to date.
+            on_change: Called when ``liveness.well`` has changed.
         """
-        watching = asyncio.ensure_future(self._watch(self._current, vitals, on_change))
+        watching = asyncio.ensure_future(self._watch(self._current, liveness, on_change))
         try:
             return await self._current.run(receive)
         finally:
             watching.cancel()
             if self._current.lost is not None:
-                vitals.losses[self._current.lost] += 1
-            vitals.reset()
+                liveness.losses[self._current.lost] += 1
+            liveness.reset()
             on_change()
             self._pauses.has_ended()
 
@@ -394,30 +396,30 @@ class Supervisor:
             for each in silences:
                 each.check()
 
-    async def _watch(self, process: SchedulerProcess, vitals: Vitals, on_change: Callable[[], None]) -> None:
+    async def _watch(self, process: SchedulerProcess, liveness: Liveness, on_change: Callable[[], None]) -> None:
         interval = min(_POLL_SECONDS, self._timeout / 4)
         silences = [RankSilence(rank, interval) for rank in process.ranks]
-        standings = [RankStanding(rank, interval) for rank in process.ranks if process.size > 1]
+        progress_of_ranks = [RankProgress(rank, interval) for rank in process.ranks if process.size > 1]
         while True:
             silent = [each.check() for each in silences]
-            was_well, was_stuck = vitals.well, vitals.stuck
-            vitals.silent = [seconds if seconds >= _LEAST_FROZEN else 0.0 for seconds in silent]
-            vitals.resident = [rank.process.resident_bytes() for rank in process.ranks]
-            vitals.frozen = max(vitals.silent)
-            vitals.step = process.progress.seconds()
-            worst = max(vitals.frozen, vitals.step)
-            vitals.stuck = worst > self._timeout
-            if vitals.stuck and not was_stuck:
+            was_well, was_stuck = liveness.well, liveness.stuck
+            liveness.silent = [seconds if seconds >= _LEAST_FROZEN else 0.0 for seconds in silent]
+            liveness.resident = [rank.process.resident_bytes() for rank in process.ranks]
+            liveness.frozen = max(liveness.silent)
+            liveness.step = process.progress.seconds()
+            worst = max(liveness.frozen, liveness.step)
+            liveness.stuck = worst > self._timeout
+            if liveness.stuck and not was_stuck:
                 logger.error("nothing done for %.1f s: the worker is stuck", worst)
-            elif was_stuck and not vitals.stuck:
+            elif was_stuck and not liveness.stuck:
                 logger.warning("the worker is no longer stuck")
-            elif vitals.well != was_well:
-                logger.warning("the scheduler process %s", "lives" if vitals.well else "gives no sign of life")
-            if vitals.well != was_well:
+            elif liveness.well != was_well:
+                logger.warning("the scheduler process %s", "lives" if liveness.well else "gives no sign of life")
+            if liveness.well != was_well:
                 on_change()
             if _end_if_lost(process, silences, LOST_AFTER):
                 return
-            found = [*(each.check() for each in standings), *process.standings_elsewhere]
+            found = [*(each.check() for each in progress_of_ranks), *process.progress_elsewhere]
             rank, seconds = hung(found, process.alike, self._patience), stuck(found, self._patience)
             if rank is not None or seconds is not None:
                 self._patience = min(2 * self._patience, _MOST_PATIENCE)  # were it only slow, it would be so again

@@ -105,8 +105,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         attention_ranks: Ranks that have requests of their own, each with so many pages; 1: all have all of them.
         pipeline_parallel: Stages that its layers are spread over.
         all_reduce: What sums tensors over the ranks of a layer.
-        lanes: Steps that its stages compute at once, of other requests each.
-        lanes_from: Running requests from which on that pays; fewer are all in each step.
+        micro_batches: Steps that its stages compute at once, of other requests each.
+        micro_batches_from: Running requests from which on that pays; fewer are all in each step.
         chained: Whether its device computes by itself, so that a step may have tokens which the host does not know yet.
         logit_processors: Names of those that are installed.
         weights: The formats of its linear layers' weights, joined by ``+``.
@@ -148,8 +148,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_ranks: int = 1
     pipeline_parallel: int = 1
     all_reduce: SumChoices = SumChoices()
-    lanes: int = 1
-    lanes_from: int = 1
+    micro_batches: int = 1
+    micro_batches_from: int = 1
     chained: bool = False
     weights: str = ""
     logit_processors: tuple[str, ...] = ()

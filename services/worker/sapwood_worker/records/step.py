@@ -380,7 +380,7 @@ class Runner(Protocol):
 
     def launch(self, step: Step) -> LaunchedStep:
         """Begins a step, which is computed after those launched before. At most one other may be unfinished, or as many as the
-        model has lanes.
+        model has micro_batches.
 
         A request that an unfinished step samples for may be in this one too: its token, which the host does not know yet, is
         then -1. Reads no array of ``step`` after it has returned. Mutates as :meth:`execute` does. It and the step's result may

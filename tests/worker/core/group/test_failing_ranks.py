@@ -12,7 +12,7 @@ import pytest
 
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.core.group.follower import follow
-from sapwood_worker.core.group.group_runner import GroupRunner, SplitRequestsRunner
+from sapwood_worker.core.group.group_runner import DataParallelRunner, GroupRunner
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.ranks import WAITS_BYTES, Shown, Waits
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, RankLostError, Step
@@ -92,9 +92,9 @@ class QueuedResult:
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2, 3])
-@pytest.mark.parametrize("leader", [GroupRunner, SplitRequestsRunner])
+@pytest.mark.parametrize("leader", [GroupRunner, DataParallelRunner])
 def test_a_rank_whose_device_fails_alone_is_named_while_the_others_wait_for_it(
-    leader: Callable[..., GroupRunner | SplitRequestsRunner], odd: int
+    leader: Callable[..., GroupRunner | DataParallelRunner], odd: int
 ) -> None:
     """The others' devices end their step when the group has ended, and not before."""
     over = threading.Event()

@@ -60,12 +60,12 @@ class Tiered:
 
     Attributes:
         fetched, hits: Pages from the store and from the second tier.
-        lanes: Most steps that were in flight at once.
+        micro_batches: Most steps that were in flight at once.
     """
 
     def __init__(self, *, at_once: int = 1, **flags: Any) -> None:
         self._flags, self._at_once = flags, at_once
-        self.fetched = self.hits = self.lanes = 0
+        self.fetched = self.hits = self.micro_batches = 0
 
     def __call__(self, runner: Any) -> list[list[int]]:
         config = WorkerConfig(max_running=3, max_step_tokens=24, storage_prefetch="wait_complete", **self._flags)
@@ -82,10 +82,10 @@ class Tiered:
                 planned = scheduler.schedule()
                 if planned:
                     launched.append(runner.launch(planned))
-                    self.lanes = max(self.lanes, len(launched))
+                    self.micro_batches = max(self.micro_batches, len(launched))
                 elif not launched:
                     scheduler.wait_for_storage(0.01)
-                while len(launched) > (scheduler.lanes - 1 if planned else max(0, len(launched) - 1)):
+                while len(launched) > (scheduler.micro_batches - 1 if planned else max(0, len(launched) - 1)):
                     for output in scheduler.update(launched.popleft().result()):
                         received.setdefault(output.serial, []).extend(output.token_ids)
         while tiering.cache.storage.writing:
@@ -127,9 +127,9 @@ def test_pages_go_through_the_tiers_while_each_stage_computes_other_requests(
     alone = Tiered(host_cache_ratio=4.0)(make_runner(path, **options))
     warm, cold = Tiered(at_once=3, **store), Tiered(at_once=3, **store)
     assert run_group(size, path, warm, stages=2, **options) == alone
-    assert (warm.lanes, warm.hits > 0) == (2, True)
+    assert (warm.micro_batches, warm.hits > 0) == (2, True)
     assert run_group(size, path, cold, stages=2, **options) == alone
-    assert (cold.lanes, cold.fetched > warm.fetched) == (2, True)
+    assert (cold.micro_batches, cold.fetched > warm.fetched) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("deepseek-v3", marks=pytest.mark.slow)])

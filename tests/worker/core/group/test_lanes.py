@@ -19,7 +19,7 @@ from sapwood_worker.records.step import Step
 COUNT = 5
 
 
-class Mailbox:
+class Channel:
     """All requests at once, then the end. ``tokens`` are the answers."""
 
     def __init__(self) -> None:
@@ -45,15 +45,15 @@ class Mailbox:
 
 def answers(runner: Any) -> list[list[int]]:
     """What the loop of the scheduler process answers."""
-    scheduler, mailbox = scheduler_for(runner.info, max_running=COUNT, max_step_tokens=COUNT * 17), Mailbox()
-    EventLoop(scheduler, runner, mailbox).run()
-    return mailbox.tokens
+    scheduler, channel = scheduler_for(runner.info, max_running=COUNT, max_step_tokens=COUNT * 17), Channel()
+    EventLoop(scheduler, runner, channel).run()
+    return channel.tokens
 
 
 def test_while_a_stage_decodes_a_step_those_before_it_compute_the_next(
     tiny_model: Any, make_runner: Any, monkeypatch: Any
 ) -> None:
-    """The last stage waits in each decode until the first one is in the last of those that there are lanes for."""
+    """The last stage waits in each decode until the first one is in the last of those that there are micro-batches for."""
     stages = 2
     begun = [threading.Event() for _ in range(40 * stages)]
     forward = ModelRunner._forward

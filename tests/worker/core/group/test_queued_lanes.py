@@ -42,7 +42,7 @@ def test_stages_that_compute_by_themselves_answer_as_one_process_does(
         if graphed:
             with lock:  # it patches torch for as long as it takes
                 with_graphs(runner, (1, 2, 4, 9))
-        assert (runner.info.lanes, runner.info.lanes_from) == (stages, 9 // 2 if stages == 3 else 2)
+        assert (runner.info.micro_batches, runner.info.micro_batches_from) == (stages, 9 // 2 if stages == 3 else 2)
 
     def work(runner: Any) -> Any:
         found = answers(runner)

@@ -23,7 +23,7 @@ from sapwood_testing.worker.thread_ranks import ThreadGroup
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler_process import build_scheduler, build_tiers
-from sapwood_worker.model.distributed import own_rows
+from sapwood_worker.model.distributed import data_parallel
 from sapwood_worker.model.grammar.backend import TokenMasks
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.step import LaunchedStep, RankLostError
@@ -132,7 +132,7 @@ def test_ranks_with_requests_of_their_own_answer_as_one_process_does(
 def test_answers_are_the_same_where_ranks_send_rows_one_by_one(
     tiny_model: Any, make_runner: Any, monkeypatch: pytest.MonkeyPatch, size: int, name: str
 ) -> None:
-    monkeypatch.setattr(own_rows, "_LEAST_SAVED", 0)  # as many as for long prompts of large models
+    monkeypatch.setattr(data_parallel, "_LEAST_SAVED", 0)  # as many as for long prompts of large models
     path = tiny_model(name, **SHAPE).path
     sent: list[int] = []
     reduce = ThreadGroup.reduce

@@ -31,7 +31,7 @@ INFO = ModelInfo(
 OPTIONS: dict[str, Any] = {"num_pages": 40, "max_running": 5, "page_size": 16}
 
 
-class Mailbox:
+class Channel:
     """Five requests at once, then one more, then the end. ``loads`` are what was told of experts."""
 
     def __init__(self) -> None:
@@ -57,20 +57,20 @@ class Mailbox:
 
 def loads(runner: Any) -> list[ExpertLoad]:
     """What the loop of the scheduler process tells, which looks in every other turn; the last is told at its end."""
-    scheduler, mailbox = scheduler_for(runner.info, max_running=5, max_step_tokens=5 * 17), Mailbox()
+    scheduler, channel = scheduler_for(runner.info, max_running=5, max_step_tokens=5 * 17), Channel()
     seconds = count()
-    EventLoop(scheduler, runner, mailbox, observers=[ExpertWatch(runner.experts, lambda: float(next(seconds)))]).run()
-    return mailbox.loads
+    EventLoop(scheduler, runner, channel, observers=[ExpertWatch(runner.experts, lambda: float(next(seconds)))]).run()
+    return channel.loads
 
 
 @pytest.mark.parametrize(("size", "stages"), [(1, 2), (1, 3), pytest.param(2, 2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lanes", ["auto", "off"])
+@pytest.mark.parametrize("micro_batches", ["auto", "off"])
 def test_the_experts_of_all_stages_are_counted_while_they_compute_and_when_they_have(
-    tiny_model: Any, make_runner: Any, size: int, stages: int, lanes: str
+    tiny_model: Any, make_runner: Any, size: int, stages: int, micro_batches: str
 ) -> None:
     path = tiny_model("deepseek-v3", num_hidden_layers=6, **SHAPE).path
     expected = loads(make_runner(path, **OPTIONS))
-    found = run_group(size, path, loads, stages=stages, lanes=lanes, **OPTIONS)
+    found = run_group(size, path, loads, stages=stages, micro_batches=micro_batches, **OPTIONS)
     assert sum(expected[-1].tokens) > 0
     assert found[-1] == expected[-1]
     totals = [sum(load.tokens) for load in found]

@@ -13,37 +13,40 @@ from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.step import ModelOutput, Step
 
 
-def run(lanes: int, tokens: int) -> Scheduler:
-    """A scheduler whose four requests have got at least so many tokens each, in steps of as many lanes."""
-    config = SchedulerConfig(page_size=4, num_pages=400, context_length=256, lanes=lanes, speculate="off")
+def run(micro_batches: int, tokens: int) -> Scheduler:
+    """A scheduler whose four requests have got at least so many tokens each, in steps of as many micro-batches."""
+    config = SchedulerConfig(
+        page_size=4, num_pages=400, context_length=256, micro_batches=micro_batches, speculate="off"
+    )
     scheduler = Scheduler(config)
     for serial in range(4):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         scheduler.add(Request(serial, f"r{serial}", [1, 2, 3], params))
     steps: list[Step] = []
     while scheduler.has_work:
-        while len(steps) < lanes and scheduler.plans_ahead and (step := scheduler.schedule()):
+        while len(steps) < micro_batches and scheduler.plans_ahead and (step := scheduler.schedule()):
             steps.append(step)
         first = steps.pop(0)
         scheduler.update(ModelOutput(first.number, [[7] if samples else [] for samples in first.samples]))
     return scheduler
 
 
-@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("micro_batches", [2, 4])
 def test_expected_output_sinks_with_generated_tokens_in_any_number_of_steps(
-    lanes: int,
+    micro_batches: int,
 ) -> None:
-    alone, side_by_side = run(1, 100), run(lanes, 100)
+    alone, side_by_side = run(1, 100), run(micro_batches, 100)
     assert side_by_side._ratio.ratio == pytest.approx(alone._ratio.ratio, rel=0.03)
     assert side_by_side._steps > 1.5 * alone._steps
 
 
 def decodes(
-    requests: int, count: int, fewest: int = 1, step_tokens: int = 8192, lanes: int = 2
+    requests: int, count: int, fewest: int = 1, step_tokens: int = 8192, micro_batches: int = 2
 ) -> list[tuple[list[int], list[int]]]:
-    """Rows and tokens of so many steps of decodes, planned as soon as may be where two lanes are chained."""
+    """Rows and tokens of so many steps of decodes, planned as soon as may be where two micro-batches are chained."""
     config = SchedulerConfig(
-        page_size=4, num_pages=400, context_length=256, lanes=lanes, lanes_from=fewest, chained=True, jump_forward=False,
+        page_size=4, num_pages=400, context_length=256, micro_batches=micro_batches, micro_batches_from=fewest,
+        chained=True, jump_forward=False,
         max_step_tokens=step_tokens,
     )  # fmt: skip
     scheduler = Scheduler(config)
@@ -75,7 +78,7 @@ def test_too_few_requests_for_lanes_are_all_in_each_step_without_waiting(request
     assert steps == [(list(range(requests)), [-1] * requests)] * 6
 
 
-@pytest.mark.parametrize("lanes", [2, 3, 4])
-def test_nor_do_those_stay_apart_whose_prompts_were_computed_one_after_the_other(lanes: int) -> None:
-    steps = decodes(5, 12, fewest=6, step_tokens=4, lanes=lanes)[-4:]
+@pytest.mark.parametrize("micro_batches", [2, 3, 4])
+def test_nor_do_those_stay_apart_whose_prompts_were_computed_one_after_the_other(micro_batches: int) -> None:
+    steps = decodes(5, 12, fewest=6, step_tokens=4, micro_batches=micro_batches)[-4:]
     assert [sorted(rows) for rows, _ in steps] == [[0, 1, 2, 3, 4]] * 4

@@ -14,7 +14,7 @@ from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
 from sapwood_testing.worker.fake_runner import continuation
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host import HostPages
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.scheduler.admission import PATIENCE
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.ranks import RankPlanner
@@ -89,7 +89,7 @@ def made(kind: str, **terms: object) -> Loop:
     """A loop over a scheduler of a kind."""
     match kind:
         case "pipeline":
-            return Loop(Scheduler(config(lanes=4, chained=True, **terms)))
+            return Loop(Scheduler(config(micro_batches=4, chained=True, **terms)))
         case "drafts":
             drafter = ScriptedDrafter(
                 lambda request: continuation(request.token_ids[: request.prompt_length], request.sampling, VOCAB),
@@ -103,7 +103,7 @@ def made(kind: str, **terms: object) -> Loop:
             return Loop(RankPlanner(settings, [Scheduler(settings) for _ in range(3)]))
         case "hand-offs":
             host = HostPages(4000)
-            leases = HandoffLeases(host, 4, b"f" * 32, 5, ":1", 600.0, lambda: 0.0)
+            leases = TransferLeases(host, 4, b"f" * 32, 5, ":1", 600.0, lambda: 0.0)
             return Loop(Scheduler(config(**terms), HierarchicalCache(host, 4000, 4, leases=leases)))
         case "priorities":
             return Loop(Scheduler(config(policy="priority", **terms)))

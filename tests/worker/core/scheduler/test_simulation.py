@@ -79,8 +79,8 @@ class Simulation:
             conservativeness=chance.choice([0.0, 0.0, 1.0]),
             windows=random_windows(random.Random(seed), page_size, num_pages) if seed % 3 else (),
             speculate=random.Random(seed + 1).choice(["off", "off", "prefix", "auto"]),
-            lanes=random.Random(seed + 5).choice([2, 3, 4]) if seed % 4 < 2 else 1,
-            lanes_from=random.Random(seed + 6).choice([1, 4]),
+            micro_batches=random.Random(seed + 5).choice([2, 3, 4]) if seed % 4 < 2 else 1,
+            micro_batches_from=random.Random(seed + 6).choice([1, 4]),
             chained=random.Random(seed + 7).random() < 0.7,
         )
         self.limit = min(self.config.context_length, num_pages * page_size)

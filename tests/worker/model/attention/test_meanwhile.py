@@ -16,7 +16,7 @@ from sapwood_kernels.compiled.early import EarlyBuild
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.attention.backend import AttentionBackend, AttentionNeeds, AttentionParts, StepAttention
-from sapwood_worker.model.attention.meanwhile import meanwhile
+from sapwood_worker.model.attention.fallback import meanwhile
 from sapwood_worker.model.attention.registry import ChosenBackend
 from sapwood_worker.model.attention.torch_native import TORCH
 from sapwood_worker.model.runner import attention_builder, builder

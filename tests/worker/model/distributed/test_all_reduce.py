@@ -17,11 +17,11 @@ from sapwood_common.errors import ConfigError
 from sapwood_kernels.native.products import load_library
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
-from sapwood_worker.model.distributed import shared_parts
+from sapwood_worker.model.distributed import shared_memory_all_reduce
 from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, add_up
 from sapwood_worker.model.distributed.calibration import Trial, as_it_is, time_on_host
-from sapwood_worker.model.distributed.own_sums import choose_sums
-from sapwood_worker.model.distributed.shared_parts import OneShot, SharedParts, TwoShot
+from sapwood_worker.model.distributed.custom_all_reduce import choose_sums
+from sapwood_worker.model.distributed.shared_memory_all_reduce import OneShot, SharedMemoryAllReduce, TwoShot
 from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
 from sapwood_worker.records.model_info import SUM_SIZES
 
@@ -30,9 +30,9 @@ CPU = torch.device("cpu")
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="nothing is compiled: python hatch_build.py")
 
 
-def shared(group: ThreadGroup) -> SharedParts:
+def shared(group: ThreadGroup) -> SharedMemoryAllReduce:
     assert LIBRARY is not None
-    return SharedParts(group, LIBRARY, 60.0)
+    return SharedMemoryAllReduce(group, LIBRARY, 60.0)
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -43,7 +43,7 @@ def values(rank: int, count: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("method", [OneShot, TwoShot])
 def test_sums_are_those_of_the_ranks_in_order_to_the_bit(size: int, method: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(shared_parts, "_SLOT_BYTES", 4096)  # so that some go in pieces
+    monkeypatch.setattr(shared_memory_all_reduce, "_SLOT_BYTES", 4096)  # so that some go in pieces
     shapes = [(count, dtype) for dtype in (torch.float32, torch.bfloat16) for count in (1, 5, 1024, 2500)]
 
     def work(group: ThreadGroup) -> list[Tensor]:
@@ -78,7 +78,7 @@ def test_sums_of_few_bits_are_rounded_once() -> None:
 
 @needs_library
 def test_ranks_gather_what_does_not_fit_in_a_slot(monkeypatch: Any) -> None:
-    monkeypatch.setattr(shared_parts, "_SLOT_BYTES", 64)
+    monkeypatch.setattr(shared_memory_all_reduce, "_SLOT_BYTES", 64)
 
     def work(group: ThreadGroup) -> Tensor:
         return shared(group).gather(torch.arange(60.0).view(3, 20)[:, :7] + 100 * group.rank)
@@ -90,7 +90,7 @@ def test_ranks_gather_what_does_not_fit_in_a_slot(monkeypatch: Any) -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ranks_get_the_sums_of_their_own_rows(dtype: torch.dtype, monkeypatch: Any) -> None:
-    monkeypatch.setattr(shared_parts, "_SLOT_BYTES", 64)
+    monkeypatch.setattr(shared_memory_all_reduce, "_SLOT_BYTES", 64)
     parts = [values(rank, 3 * 5 * 7, dtype).view(15, 7) for rank in range(3)]
     expected = torch.empty(15, 7, dtype=dtype)
     add_up(parts, expected)
@@ -100,10 +100,10 @@ def test_ranks_get_the_sums_of_their_own_rows(dtype: torch.dtype, monkeypatch: A
 
 @needs_library
 def test_a_rank_that_does_not_come_is_named(monkeypatch: Any) -> None:
-    monkeypatch.setattr(shared_parts, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(shared_memory_all_reduce, "_LOOK_SECONDS", 0.01)
 
     def work(group: ThreadGroup) -> str:
-        parts = SharedParts(group, LIBRARY, 0.02)  # type: ignore[arg-type]
+        parts = SharedMemoryAllReduce(group, LIBRARY, 0.02)  # type: ignore[arg-type]
         if group.rank == 1:
             return ""
         with pytest.raises(RuntimeError, match="rank 1 of 3 has not come"):

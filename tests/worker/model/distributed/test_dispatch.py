@@ -13,8 +13,8 @@ from sapwood_kernels.experts.payload import RowShape, from_float8, to_float8
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.model.distributed import dispatch
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.dispatch import SharedRows
-from sapwood_worker.model.distributed.own_rows import OwnRows
 
 WIDTH, CHOSEN, EXPERTS = 152, 3, 12
 OPS = device_ops("cpu")
@@ -42,7 +42,7 @@ def test_rows_get_what_the_experts_of_all_ranks_make_of_them(
     gathered, each = max(counts) > 8, EXPERTS // size
 
     def work(group: ThreadGroup) -> tuple[Tensor, Tensor, int]:
-        rows = OwnRows(group, OPS)
+        rows = DataParallelRows(group, OPS)
         exchange = dispatch.choose_exchange(group, rows, shape(dtype, float8), OPS)
         assert exchange is not None
         rows.begin(counts)
@@ -100,7 +100,7 @@ def test_what_is_wrong_on_one_rank_is_used_on_none(
     with caplog.at_level(logging.WARNING):
         found = run_ranks(
             2,
-            lambda group: dispatch.choose_exchange(group, OwnRows(group, OPS), shape(), OPS),
+            lambda group: dispatch.choose_exchange(group, DataParallelRows(group, OPS), shape(), OPS),
         )
     assert found == [None, None]
     assert (
@@ -113,6 +113,6 @@ def test_ranks_that_share_no_memory_send_rows_to_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dispatch, "load_library", lambda: None)
-    found = run_ranks(2, lambda group: dispatch.choose_exchange(group, OwnRows(group, OPS), shape(), OPS))
+    found = run_ranks(2, lambda group: dispatch.choose_exchange(group, DataParallelRows(group, OPS), shape(), OPS))
     assert found == [None, None]
     assert "ranks do not share memory here" in caplog.text

@@ -170,19 +170,19 @@ def test_layers_take_what_is_normed_already(tiny_model: Any, name: str, own: int
 
 def over_processes(rank: int, folder: Path, path: Path) -> None:
     """A process: logits of a model's part, summed by the GPU's kernels in Triton's interpreter over memory that ranks share."""
-    from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerSums
+    from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerAllReduce
     from sapwood_kernels.ranks.triton_row_exchange import RowExchange
-    from sapwood_worker.model.distributed.peer_sums import PeerNormedSum, PeerSum
+    from sapwood_worker.model.distributed.peer_all_reduce import PeerNormedSum, PeerSum
 
     torch.set_num_threads(1)
     parallel = join_groups(rank, tensor=2, rendezvous=f"file://{folder}/meeting", backend="gloo", timeout=60)
     group = parallel.tp
     assert isinstance(group, TorchGroup)
     most = PROGRAMS * 16 * 2 * 32
-    start = PeerSums.region_bytes(most)
+    start = PeerAllReduce.region_bytes(most)
     size = start + RowExchange.region_bytes(most, 2)
     maps = [torch.from_numpy(np.memmap(folder / f"region{each}", np.uint8, "r+", shape=size)) for each in range(2)]
-    sums = PeerSums([each.data_ptr() for each in maps], rank, most, torch.device("cpu"))
+    sums = PeerAllReduce([each.data_ptr() for each in maps], rank, most, torch.device("cpu"))
     rows = RowExchange([each.data_ptr() + start for each in maps], rank, most, torch.device("cpu"))
     loaded, found = load(path, parallel), []
     for two_shot in (False, True):

@@ -32,7 +32,7 @@ from sapwood_worker.model.distributed.overlap import (
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
 from sapwood_worker.model.families.family import attention_layout
-from sapwood_worker.model.layers.taps import Taps
+from sapwood_worker.model.layers.aux_hidden_states import AuxiliaryHiddenStates
 from sapwood_worker.model.runner import overlap_trial
 from sapwood_worker.model.runner.kv_calibration import TrialPlan
 from sapwood_worker.model.runner.overlap_trial import overlap_sums
@@ -273,9 +273,9 @@ def test_who_looks_between_layers_sees_them_complete(tiny_model: Any) -> None:
             loaded = load(path, parallel)
             width, slots = loaded.config.hidden_size, 64
             store = torch.zeros(slots, 2 * width)
-            loaded.model.taps = Taps([1, 2], lambda seen: seen, store)
+            loaded.model.aux_hidden_states = AuxiliaryHiddenStates([1, 2], lambda seen: seen, store)
             logits_of(loaded, TOKENS, parallel)
-            loaded.model.taps = None
+            loaded.model.aux_hidden_states = None
             layout = attention_layout(loaded.config, "float32", page_size=16).shard(2)
             with torch.inference_mode():
                 hidden = loaded.model.embed(torch.tensor(TOKENS))

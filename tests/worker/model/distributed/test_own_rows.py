@@ -14,9 +14,9 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_grid, run_ranks
-from sapwood_worker.model.distributed import own_rows
+from sapwood_worker.model.distributed import data_parallel
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.group import Group
-from sapwood_worker.model.distributed.own_rows import OwnRows
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.memory import compute_trial
@@ -38,7 +38,7 @@ class CountingOps(DeviceOps):
 def test_places_of_rows_are_copied_once_for_the_first_layer_that_needs_them(counts: tuple[int, ...]) -> None:
     def work(group: ThreadGroup) -> list[int]:
         ops = CountingOps(torch.device("cpu"))
-        rows = OwnRows(group, ops)
+        rows = DataParallelRows(group, ops)
         copied = []
         for _ in range(2):
             rows.begin(counts)
@@ -61,10 +61,10 @@ def test_places_of_rows_are_copied_once_for_the_first_layer_that_needs_them(coun
 def test_few_ranks_with_many_rows_send_them_one_by_one(
     monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(own_rows, "_LEAST_SAVED", 8 * 4)  # a row for each rank that has some
+    monkeypatch.setattr(data_parallel, "_LEAST_SAVED", 8 * 4)  # a row for each rank that has some
 
     def work(group: ThreadGroup) -> tuple[int, int]:
-        rows = OwnRows(group, CountingOps(torch.device("cpu")))
+        rows = DataParallelRows(group, CountingOps(torch.device("cpu")))
         rows.begin(counts)
         own = torch.arange(8 * (counts[group.rank] + 1.0)).view(-1, 8) + 1000 * group.rank  # one row pads it
         every = rows.gather(own)
@@ -98,7 +98,7 @@ def test_the_host_does_not_wait_for_the_gpu() -> None:
         def reduce_scatter(self, x: Tensor) -> Tensor:
             return x[: len(x) // 2]
 
-    rows = OwnRows(Alone(), device_ops("cuda"))
+    rows = DataParallelRows(Alone(), device_ops("cuda"))
     x = torch.ones(3, 8, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -123,7 +123,7 @@ def test_a_model_is_built_whatever_rows_another_had_last(tiny_model: Any, make_r
     alone = trial(make_runner(path, **OPTIONS))
 
     def work(rank: int, parallel: Parallel) -> Tensor:
-        rows = OwnRows(parallel.tp, device_ops("cpu"))
+        rows = DataParallelRows(parallel.tp, device_ops("cpu"))
         rows.begin([2, 0])
         return trial(
             build_runner(RunnerOptions(model_path=path, threads=1, parallel=replace(parallel, rows=rows), **OPTIONS))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
-from sapwood_worker.model.distributed.peer_sums import PeerMemory
+from sapwood_worker.model.distributed.peer_all_reduce import PeerMemory
 
 NATIVE_ATOMICS = 3
 

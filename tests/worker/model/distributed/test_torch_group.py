@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_worker.model.distributed import own_rows, torch_group
-from sapwood_worker.model.distributed.own_rows import OwnRows
+from sapwood_worker.model.distributed import data_parallel, torch_group
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.torch_group import TorchGroup, join_groups
 from sapwood_worker.model.pools.device_pool import KVScales
 from sapwood_worker.model.sizes import Sizes
@@ -47,8 +47,8 @@ def over_processes(rank: int, folder: Path) -> None:
             assert group.receive(torch.empty(500, 100), 0).unique().tolist() == [3.0]
         exchange(group, torch.ones(2, 2))
         assert rank == 1 or seen() is None, name
-    own_rows._LEAST_SAVED = 0
-    rows = OwnRows(group, device_ops("cpu"))
+    data_parallel._LEAST_SAVED = 0
+    rows = DataParallelRows(group, device_ops("cpu"))
     rows.begin([40, 0])
     for _ in range(3):  # layers that a long prompt goes through, of which rank 1 has no rows
         every = rows.gather(torch.ones(40 if rank == 0 else 0, 8))

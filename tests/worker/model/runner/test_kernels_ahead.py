@@ -18,9 +18,9 @@ from sapwood_testing.worker.eager_graphs import EagerGraphs, with_graphs
 from sapwood_testing.worker.split_models import SHAPE
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.distributed.torch_group import join_groups
-from sapwood_worker.model.runner import builder, kernels_ahead
+from sapwood_worker.model.runner import ahead_of_time, builder
+from sapwood_worker.model.runner.ahead_of_time import AheadOfTimeKernels
 from sapwood_worker.model.runner.builder import build_runner
-from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.step import Step
@@ -43,36 +43,36 @@ class FakeCompilers:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     """A GPU, as far as the choice goes."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr(kernels_ahead, "Compilers", FakeCompilers)
-    monkeypatch.setattr(kernels_ahead, "this_machine", lambda: {"compute capability": "9.0"})
+    monkeypatch.setattr(ahead_of_time, "Compilers", FakeCompilers)
+    monkeypatch.setattr(ahead_of_time, "this_machine", lambda: {"compute capability": "9.0"})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return SimpleNamespace(device=torch.device("cuda"))
 
 
 def test_a_start_like_one_before_compiles_nothing_ahead(tiny_model: Any, machine: Any) -> None:
     options = RunnerOptions(model_path=tiny_model("llama").path, num_pages=32)
-    first = KernelsAhead.begin(options, machine, cores=16)
+    first = AheadOfTimeKernels.begin(options, machine, cores=16)
     assert first is not None and first._compilers.count == 8
-    assert KernelsAhead.begin(options, machine, cores=16) is not None  # the first has not ended
+    assert AheadOfTimeKernels.begin(options, machine, cores=16) is not None  # the first has not ended
     first.remember()
-    assert KernelsAhead.begin(options, machine, cores=16) is None
+    assert AheadOfTimeKernels.begin(options, machine, cores=16) is None
     built = RunnerOptions(model_path=options.model_path, num_pages=32, load_format="dummy", kernels_wait=False)
-    assert KernelsAhead.begin(built, machine, cores=16) is None
+    assert AheadOfTimeKernels.begin(built, machine, cores=16) is None
     other = RunnerOptions(model_path=options.model_path, num_pages=32, kv_cache_dtype="fp8_e4m3")
-    assert KernelsAhead.begin(other, machine, cores=16) is not None
+    assert AheadOfTimeKernels.begin(other, machine, cores=16) is not None
 
 
 def test_a_start_that_came_to_its_end_is_remembered(
     tiny_model: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, begun = KernelsAhead.begin, []
+    begin, begun = AheadOfTimeKernels.begin, []
 
-    def on_a_gpu(options: RunnerOptions, ops: Any) -> KernelsAhead | None:
+    def on_a_gpu(options: RunnerOptions, ops: Any) -> AheadOfTimeKernels | None:
         begun.append(begin(options, machine, cores=16))
         return begun[-1]
 
-    monkeypatch.setattr(KernelsAhead, "begin", on_a_gpu)
-    monkeypatch.setattr(KernelsAhead, "compile", lambda self, rehearse, ranks: None)
+    monkeypatch.setattr(AheadOfTimeKernels, "begin", on_a_gpu)
+    monkeypatch.setattr(AheadOfTimeKernels, "compile", lambda self, rehearse, ranks: None)
     options = RunnerOptions(model_path=tiny_model("llama").path, num_pages=32, max_running=4, threads=1)
     for _ in range(2):
         build_runner(options)
@@ -83,7 +83,7 @@ def over_ranks(rank: int, path: Path, folder: Path) -> None:
     """A process: a rank that builds its part as on a GPU, where the first rehearses alone; keeps what it says of a prompt."""
     torch.set_num_threads(1)
     parallel = join_groups(rank, tensor=2, rendezvous=f"file://{folder}/meeting", backend="gloo", timeout=60)
-    begin, rehearse = KernelsAhead.begin, builder._Builder._rehearse
+    begin, rehearse = AheadOfTimeKernels.begin, builder._Builder._rehearse
     rehearsed = []
 
     def rehearsed_here(self: Any) -> None:
@@ -93,10 +93,10 @@ def over_ranks(rank: int, path: Path, folder: Path) -> None:
     device = SimpleNamespace(device=torch.device("cuda"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
-        patch.setattr(kernels_ahead, "Compilers", FakeCompilers)
-        patch.setattr(kernels_ahead, "this_machine", dict)
+        patch.setattr(ahead_of_time, "Compilers", FakeCompilers)
+        patch.setattr(ahead_of_time, "this_machine", dict)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        patch.setattr(KernelsAhead, "begin", lambda options, ops: begin(options, device, cores=16))
+        patch.setattr(AheadOfTimeKernels, "begin", lambda options, ops: begin(options, device, cores=16))
         patch.setattr(builder._Builder, "_rehearse", rehearsed_here)
         runner = build_runner(
             RunnerOptions(
@@ -130,19 +130,19 @@ def test_a_start_after_a_kernel_has_changed_looks_again(
     source = tmp_path / "kernels" / "attention" / "kernel.py"
     source.parent.mkdir(parents=True)
     source.write_text("a = 1")
-    monkeypatch.setattr(kernels_ahead, "_SOURCES", tmp_path / "kernels")
+    monkeypatch.setattr(ahead_of_time, "_SOURCES", tmp_path / "kernels")
     options = RunnerOptions(model_path=tiny_model("llama").path)
-    first = KernelsAhead.begin(options, machine, cores=16)
+    first = AheadOfTimeKernels.begin(options, machine, cores=16)
     assert first is not None
     first.remember()
-    assert KernelsAhead.begin(options, machine, cores=16) is None
+    assert AheadOfTimeKernels.begin(options, machine, cores=16) is None
     source.write_text("a = 2")
-    assert KernelsAhead.begin(options, machine, cores=16) is not None
+    assert AheadOfTimeKernels.begin(options, machine, cores=16) is not None
 
 
 def test_a_start_that_finds_all_kernels_compiled_waits_for_no_process(tiny_model: Any, machine: Any) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    ahead = KernelsAhead.begin(RunnerOptions(model_path=tiny_model("llama").path), machine, cores=16)
+    ahead = AheadOfTimeKernels.begin(RunnerOptions(model_path=tiny_model("llama").path), machine, cores=16)
     assert ahead is not None
     ahead._compilers.compile = lambda *_: pytest.fail("it waits for them")
     ahead.compile(lambda: None)
@@ -151,15 +151,15 @@ def test_a_start_that_finds_all_kernels_compiled_waits_for_no_process(tiny_model
 
 def test_processes_that_would_take_each_others_core_are_not_begun(tiny_model: Any, machine: Any) -> None:
     options = RunnerOptions(model_path=tiny_model("llama").path)
-    assert KernelsAhead.begin(options, machine, cores=3) is None
-    assert KernelsAhead.begin(options, SimpleNamespace(device=torch.device("cpu")), cores=16) is None
+    assert AheadOfTimeKernels.begin(options, machine, cores=3) is None
+    assert AheadOfTimeKernels.begin(options, SimpleNamespace(device=torch.device("cpu")), cores=16) is None
 
 
 def test_a_rehearsal_that_fails_is_said_and_ends_the_processes(
     tiny_model: Any, machine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    ahead = KernelsAhead.begin(RunnerOptions(model_path=tiny_model("llama").path), machine, cores=16)
+    ahead = AheadOfTimeKernels.begin(RunnerOptions(model_path=tiny_model("llama").path), machine, cores=16)
     assert ahead is not None
 
     def rehearse() -> None:

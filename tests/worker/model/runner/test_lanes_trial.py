@@ -22,7 +22,7 @@ SECONDS = {1: {8: 3.0, 4: 3.0, 2: 1.0}, 2: {8: 1.5, 4: 2.0, 2: 2.0}}
 
 @pytest.fixture
 def chosen(tiny_model: Any, monkeypatch: Any) -> Any:
-    """Chooses: lanes, and from how many requests on, of each of two stages' two ranks."""
+    """Chooses: micro_batches, and from how many requests on, of each of two stages' two ranks."""
     monkeypatch.setattr(CpuOps, "asynchronous", True)
     path = tiny_model("llama", num_hidden_layers=2, **SHAPE).path
 
@@ -30,7 +30,7 @@ def chosen(tiny_model: Any, monkeypatch: Any) -> Any:
         def one(rank: int, parallel: Parallel) -> tuple[int, int]:
             sizes: Any = {"num_pages": 40, "max_running": 8, "threads": 1}
             info = build_runner(RunnerOptions(model_path=path, parallel=parallel, **sizes, **options)).info
-            return info.lanes, info.lanes_from
+            return info.micro_batches, info.micro_batches_from
 
         return run_grid(2, 2, one)
 
@@ -60,8 +60,8 @@ def test_where_it_does_not_pay_in_one_stage_all_compute_one_step_after_another(
     caplog.set_level("INFO")
     assert chosen() == [(1, 1)] * 4
     assert "one at a time" in caplog.text
-    assert chosen(lanes="always") == [(2, 2)] * 4
-    assert chosen(lanes="off") == [(1, 1)] * 4
+    assert chosen(micro_batches="always") == [(2, 2)] * 4
+    assert chosen(micro_batches="off") == [(1, 1)] * 4
 
 
 def test_where_concurrent_steps_differ_in_one_stage_all_stages_run_in_sequence(
@@ -75,7 +75,7 @@ def test_where_concurrent_steps_differ_in_one_stage_all_stages_run_in_sequence(
         return [] if own.link.last and not apart else found
 
     monkeypatch.setattr(DecodeTrial, "tokens", wrong)
-    assert chosen(lanes="always") == [(1, 1)] * 4
+    assert chosen(micro_batches="always") == [(1, 1)] * 4
     assert "other tokens" in caplog.text
 
 

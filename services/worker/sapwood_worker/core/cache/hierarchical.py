@@ -31,8 +31,8 @@ from sapwood_worker.core.cache.lower_tiers import TierCounters
 from sapwood_worker.core.cache.page_key import KvEventLog, PageChain, PageName
 from sapwood_worker.core.cache.pages import WindowPages
 from sapwood_worker.core.cache.storage.tier import StorageTier
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases
-from sapwood_worker.core.cache.transfer.reads import DeviceRoom, Prompt, Takeover
+from sapwood_worker.core.cache.transfer.leases import TransferLeases
+from sapwood_worker.core.cache.transfer.reads import DeviceRoom, Prompt, TransferReceiver
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.step import NOT_REPORTED, CacheLoad, Copies, CopyReport, LatePages, PageCopy, PageIds
 
@@ -60,12 +60,12 @@ class HierarchicalCache:
         policy: When pages are copied to the second tier.
         storage: The third tier; None: there cannot be one.
         leases: Keeps pages for other workers; None: this one hands nothing off.
-        pulls: Brings pages from other workers; None: this one takes nothing over.
+        reads: Brings pages from other workers; None: this one takes nothing over.
 
     Attributes:
         host: The second tier.
         storage: The third tier.
-        leases, pulls: The arguments; may be set later, when the worker's role changes.
+        leases, reads: The arguments; may be set later, when the worker's role changes.
         counters: What has happened so far.
         room: Gives device pages that are to be filled from elsewhere.
         steps: Returns how many steps were launched, and how many of them have ended.
@@ -81,13 +81,13 @@ class HierarchicalCache:
         page_size: int,
         policy: WritePolicy = "write_through",
         storage: StorageTier | None = None,
-        leases: HandoffLeases | None = None,
-        pulls: Takeover | None = None,
+        leases: TransferLeases | None = None,
+        reads: TransferReceiver | None = None,
     ) -> None:
         self.host = host
         self.storage = storage
         self.leases = leases
-        self.pulls = pulls
+        self.reads = reads
         self.counters = TierCounters()
         self._page_size = page_size
         self._policy: WritePolicy = policy
@@ -108,7 +108,7 @@ class HierarchicalCache:
     @property
     def busy(self) -> bool:
         """Whether copies wait to be taken, or stores, the third tier's calls or other workers' pages to be reported."""
-        passing = (self.pulls is not None and self.pulls.busy) or (self.leases is not None and self.leases.offering)
+        passing = (self.reads is not None and self.reads.busy) or (self.leases is not None and self.leases.offering)
         return self._copying or passing or (self.storage is not None and self.storage.busy)
 
     @property
@@ -138,17 +138,17 @@ class HierarchicalCache:
             Whether it is to wait until :meth:`poll` names it.
         """
         storage = self.storage if self.storage is not None and self.storage.connection is not None else None
-        pulls = self.pulls if ticket is not None else None
-        if storage is None and pulls is None:
+        reads = self.reads if ticket is not None else None
+        if storage is None and reads is None:
             return False
         chain = PageChain(namespace, self._page_size)
-        if ticket is not None and pulls is not None:
-            chain.resume(pulls.announced_pages(ticket), token_ids)
+        if ticket is not None and reads is not None:
+            chain.resume(reads.announced_pages(ticket), token_ids)
         chain.extend(token_ids, len(token_ids))
         found = self.host.match(chain.keys[cached:])
         self.host.touch(found)
-        if ticket is not None and pulls is not None:
-            return pulls.pull(serial, Prompt(token_ids, namespace, chain.pages), cached, len(found), ticket)
+        if ticket is not None and reads is not None:
+            return reads.start(serial, Prompt(token_ids, namespace, chain.pages), cached, len(found), ticket)
         return storage is not None and storage.prefetch(serial, chain.pages[cached + len(found) :])
 
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes, cached: int) -> None:
@@ -160,15 +160,15 @@ class HierarchicalCache:
             namespace: Within which to look.
             cached: Pages of it that the first tier has.
         """
-        if self.pulls is not None:
+        if self.reads is not None:
             chain = PageChain(namespace, self._page_size)
             chain.extend(prompt, len(prompt))
             found = len(self.host.match(chain.keys[cached : cached + 1]))
-            self.pulls.announced(ticket, chain.pages, cached, found)
+            self.reads.announced(ticket, chain.pages, cached, found)
 
     def settle(self, serial: int) -> None:
         """Frees what was kept for a request that has started (its :meth:`load` was the last) or ended before."""
-        fetched = None if self.pulls is None else self.pulls.settle(serial)
+        fetched = None if self.reads is None else self.reads.settle(serial)
         if fetched is None and self.storage is not None:
             fetched = self.storage.arrivals.settle(serial)
         if self._given:
@@ -179,14 +179,14 @@ class HierarchicalCache:
         """Takes what the third tier and other workers have done; returns the requests that need not wait for them any longer.
         Never blocks."""
         released = [] if self.storage is None else self.storage.poll()
-        return released if self.pulls is None else released + self.pulls.poll()
+        return released if self.reads is None else released + self.reads.poll()
 
     def wait(self, seconds: float) -> None:
         """Returns when the third tier or another worker has something for the next step, or after so many seconds."""
         if self.storage is not None and self.storage.busy:
             self.storage.wait(seconds)
-        elif self.pulls is not None and self.pulls.busy:
-            self.pulls.wait(seconds)
+        elif self.reads is not None and self.reads.busy:
+            self.reads.wait(seconds)
         else:
             time.sleep(seconds)
 
@@ -330,8 +330,8 @@ class HierarchicalCache:
         """
         pins = Counter({} if self.storage is None else self.storage.check())
         fetching = 0 if self.storage is None else self.storage.arrivals.reading
-        fetching += 0 if self.pulls is None else self.pulls.host.arrivals.reading
-        for passing in (self.leases, self.pulls):
+        fetching += 0 if self.reads is None else self.reads.host.arrivals.reading
+        for passing in (self.leases, self.reads):
             pins.update({} if passing is None else passing.pins())
         putting = 0 if self.storage is None else self.storage.writing
         pins.update(entry.page for row in self._rows.values() for entry in row.found)
@@ -434,7 +434,7 @@ class FilledPages:
         chosen: The copy of all pages that found room; None: of none, or none yet.
     """
 
-    def __init__(self, host: HostPages, stores: HostStores, leases: HandoffLeases) -> None:
+    def __init__(self, host: HostPages, stores: HostStores, leases: TransferLeases) -> None:
         self._host = host
         self._stores = stores
         self._leases = leases

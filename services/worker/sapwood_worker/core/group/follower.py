@@ -114,7 +114,7 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
     """Runs until the leader is gone.
 
     A step that fails on all ranks alike, as when memory runs out, ends only its requests. One that fails here alone, or at
-    another place than elsewhere, ends the group: the others wait for this rank. With lanes any failed step does.
+    another place than elsewhere, ends the group: the others wait for this rank. With micro-batches any failed step does.
 
     Args:
         runner: This rank's part of the model.
@@ -127,7 +127,7 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
     leader.send_bytes(READY)
     launched: deque[tuple[int, LaunchedStep | Exception]] = deque()
     whole = runner.info.attention_ranks > 1
-    lanes, unasked = runner.info.lanes > 1, 0
+    micro_batches, unasked = runner.info.micro_batches > 1, 0
     experts = _ExpertCounts(runner, leader)
     waits = waits or Waits()
     while True:
@@ -153,16 +153,18 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
         with waits.launch(len(step.token_ids), asynchronous=runner.asynchronous):
             if len(step.masked):
                 coming = _ComingMasks(leader, len(step.masked), waits)
-                step.masks = coming if not lanes else ReadyMasks(coming.result())
+                step.masks = coming if not micro_batches else ReadyMasks(coming.result())
             failed = attempt(runner, step)
             computed = not runner.asynchronous and not isinstance(failed, DeferredStep | Exception)
-            if lanes and computed and not launched:  # the leader must not wait until the next step is computed too
+            if (
+                micro_batches and computed and not launched
+            ):  # the leader must not wait until the next step is computed too
                 leader.send_bytes(_report(step.number, failed, waits.entered).to_bytes())
                 unasked += 1
                 continue
         launched.append((step.number, failed))
-        # With lanes the leader goes on before it asks, and then waits for what this rank should have sent.
-        if isinstance(failed, Exception) and (lanes or not leader.poll(_ALONE_SECONDS)):
+        # With micro-batches the leader goes on before it asks, and then waits for what this rank should have sent.
+        if isinstance(failed, Exception) and (micro_batches or not leader.poll(_ALONE_SECONDS)):
             raise failed
 
 

@@ -326,8 +326,8 @@ class GroupRunner(LeadingRunner):
             self._in_flight += 1
             if step.masks is not None:
                 masks = _SentMasks(step.masks, self)
-                # Among the messages of several lanes they come right after their step.
-                step = replace(step, masks=masks if self.info.lanes == 1 else ReadyMasks(masks.result().copy()))
+                # Among the messages of several micro-batches they come right after their step.
+                step = replace(step, masks=masks if self.info.micro_batches == 1 else ReadyMasks(masks.result().copy()))
             return GroupStep(attempt(self._runner, step), self._collect)
 
     def tell(self, message: bytes | bytearray) -> None:
@@ -443,7 +443,7 @@ class _GroupCopies:
 # The leader's runner where each rank has requests of its own: hands every rank its part of a step, and takes its tokens.
 
 
-class SplitRequestsRunner(LeadingRunner):
+class DataParallelRunner(LeadingRunner):
     """The runner of rank 0 of ranks with requests of their own.
 
     The ranks compute a step's parts at the same time, as their layers wait for each other: a rank without a part keeps pace with

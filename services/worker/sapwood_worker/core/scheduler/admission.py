@@ -72,9 +72,9 @@ class NewTokenRatio:
         self._conservativeness = conservativeness
         self.ratio = _FIRST
 
-    def step(self, lanes: int = 1) -> None:
+    def step(self, micro_batches: int = 1) -> None:
         """Notes a step without a retraction, in which one of so many running requests decodes."""
-        self.ratio = max(_LEAST, self.ratio * _DECAY ** (1 / lanes))
+        self.ratio = max(_LEAST, self.ratio * _DECAY ** (1 / micro_batches))
 
     def retracted(self, running: Sequence[Request]) -> None:
         """Raises the ratio after pages ran out, by what the requests still running have generated so far and a little more."""

@@ -179,8 +179,8 @@ class RunningBatch:
 # How steps that are in flight at once share the running requests.
 
 
-class Lanes:
-    """Lanes of a pipeline: each step decodes a share of the requests while other stages compute the steps before it.
+class MicroBatches:
+    """Micro-batches of a pipeline: each step decodes a share of the requests while other stages compute the steps before it.
 
     Args:
         count: Steps that are in flight at once, of other requests each; 1: one, or two with the same requests.
@@ -190,7 +190,7 @@ class Lanes:
 
     Attributes:
         count: The argument.
-        depth: The most steps that are ever in flight, where there are lanes; :meth:`most_in_flight` may say fewer.
+        depth: The most steps that are ever in flight, where there are micro-batches; :meth:`most_in_flight` may say fewer.
     """
 
     def __init__(self, count: int, fewest: int = 1, *, chained: bool = False) -> None:
@@ -205,7 +205,7 @@ class Lanes:
         return max(1, min(self.count, requests)) if requests >= self._fewest else 1
 
     def most_in_flight(self, requests: int, *, prompts: bool) -> int:
-        """How many steps may be in flight, where there are lanes.
+        """How many steps may be in flight, where there are micro-batches.
 
         Decodes: one for each share, and one more where the device keeps its tokens. More would not help: a request can be in two
         steps in flight only, so with three those that began in different steps would each miss every third.

@@ -36,10 +36,10 @@ class SchedulerConfig:
         windows: The pages of layers that see a window only, for each.
         speculate: Whether to draft tokens: not at all (off), where the measured time of steps says that it pays (auto), or
             wherever text goes on as it did before (prefix).
-        lanes: Most steps in flight at once, each of other requests (with ``chained`` one more); 1: as many as
+        micro_batches: Most steps in flight at once, each of other requests (with ``chained`` one more); 1: as many as
             :meth:`Scheduler.plans_ahead` says.
-        lanes_from: Running requests from which on these share them, if ``chained``.
-        chained: Whether, with lanes, a step may compute a token that the device alone knows.
+        micro_batches_from: Running requests from which on these share them, if ``chained``.
+        chained: Whether, with micro-batches, a step may compute a token that the device alone knows.
         conservativeness: Factor on the pages that admission keeps for what running requests are expected to generate.
     """
 
@@ -61,6 +61,6 @@ class SchedulerConfig:
     jump_forward: bool = True
     speculate: SpeculateName = "off"
     windows: tuple[WindowGroup, ...] = ()
-    lanes: int = 1
-    lanes_from: int = 1
+    micro_batches: int = 1
+    micro_batches_from: int = 1
     chained: bool = False

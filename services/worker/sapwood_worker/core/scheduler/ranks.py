@@ -39,11 +39,11 @@ class RankPlanner:
         clock: Seconds; how long steps take is measured.
 
     Attributes:
-        lanes, depth: Always 1.
+        micro_batches, depth: Always 1.
         handoffs: The ranks' part in hand-offs.
     """
 
-    lanes = depth = 1
+    micro_batches = depth = 1
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.prefix import PrefixCache
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases
+from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.scheduler.batch import RunningBatch, StepInFlight
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request, RequestState
@@ -254,7 +254,7 @@ def end_output(
 
 
 class Handoffs:
-    """Offers, keeps and pulls pages.
+    """Offers, keeps and reads pages.
 
     Args:
         tiers: The KV cache's lower tiers; None: nothing is handed off.
@@ -272,7 +272,7 @@ class Handoffs:
         self._page_size = page_size
 
     @property
-    def _leases(self) -> HandoffLeases | None:
+    def _leases(self) -> TransferLeases | None:
         return None if self._tiers is None else self._tiers.leases
 
     def offer(self, request: Request) -> None:
@@ -325,8 +325,8 @@ class Handoffs:
         """
         if self._tiers is None:
             return []
-        if self._tiers.pulls is not None:
-            self._tiers.pulls.lapse()
+        if self._tiers.reads is not None:
+            self._tiers.reads.lapse()
         return [] if self._leases is None else _outputs(self._leases.poll())
 
     def tickets(self) -> list[RequestOutput]:
@@ -343,14 +343,14 @@ class Handoffs:
             self._leases.release(released)
 
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
-        """Pulls pages for a request that is likely to come, unless they are here already.
+        """Reads pages for a request that is likely to come, unless they are here already.
 
         Args:
             ticket: For some of its prompt's pages.
             prompt: Empty if an earlier call for the same transfer had it.
             namespace: The request's.
         """
-        if self._tiers is not None and self._tiers.pulls is not None:
+        if self._tiers is not None and self._tiers.reads is not None:
             self._tiers.announced(ticket, prompt, namespace, self._cache.probe(prompt, namespace)[0])
 
 

@@ -28,14 +28,14 @@ from sapwood_worker.core.cache.page_key import KvEventLog
 from sapwood_worker.core.cache.pages import PageAllocator, PageTable
 from sapwood_worker.core.cache.prefix import PrefixCache
 from sapwood_worker.core.scheduler.admission import Admission, NewTokenRatio, PrefillAdder, Retraction
-from sapwood_worker.core.scheduler.batch import Lanes, RunningBatch, StepInFlight, StepPace
+from sapwood_worker.core.scheduler.batch import MicroBatches, RunningBatch, StepInFlight, StepPace
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request, RequestState
 from sapwood_worker.core.scheduler.results import Handoffs, Lifecycle, StepResults
 from sapwood_worker.core.scheduler.speculation.costs import StepCosts
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel, DraftPages, ModelDrafter
-from sapwood_worker.core.scheduler.speculation.prefix_drafter import PrefixDrafter
+from sapwood_worker.core.scheduler.speculation.ngram_drafter import NgramDrafter
 from sapwood_worker.core.scheduler.speculation.speculation import FEWEST_POSITIONS, Speculation
 from sapwood_worker.core.scheduler.waiting import AdmissionOrder, TenantFairness, WaitingQueue, make_policy
 from sapwood_worker.records.grammar_state import MaskFiller
@@ -137,14 +137,14 @@ def _with_tiers(load: Load, tiers: HierarchicalCache, page_size: int) -> Load:
             handoff_expired=given.expired,
             handoff_pages=tiers.leases.num_pinned,
         )
-    if tiers.pulls is not None:
-        pulled = tiers.pulls.counters
+    if tiers.reads is not None:
+        pulled = tiers.reads.counters
         load = msgspec.structs.replace(
             load,
             pulled_pages=pulled.pages,
-            pulled_bytes=pulled.pages * tiers.pulls.page_bytes,
-            pulled_early_bytes=pulled.early * tiers.pulls.page_bytes,
-            pulled_part_bytes=tiers.pulls.part_bytes,
+            pulled_bytes=pulled.pages * tiers.reads.page_bytes,
+            pulled_early_bytes=pulled.early * tiers.reads.page_bytes,
+            pulled_part_bytes=tiers.reads.part_bytes,
             pull_failures=pulled.failures,
             pull_stale_pages=pulled.stale,
             pull_fallbacks=pulled.fallbacks,
@@ -168,7 +168,8 @@ def _with_tiers(load: Load, tiers: HierarchicalCache, page_size: int) -> Load:
 class Scheduler:
     """The core of the worker. Single-threaded.
 
-    ``schedule`` and ``update`` alternate, or ``schedule`` is ahead of ``update``: by one step, or by as many as there are lanes.
+    ``schedule`` and ``update`` alternate, or ``schedule`` is ahead of ``update``: by one step, or by as many as there are
+    micro-batches.
 
     Args:
         config: Its limits and choices.
@@ -178,7 +179,7 @@ class Scheduler:
         drafter: Drafts tokens, or a model that does, if ``config`` asks for drafts; None: ``make_speculation`` chooses.
 
     Attributes:
-        lanes, depth: ``count`` and ``depth`` of :class:`Lanes`.
+        micro_batches, depth: ``count`` and ``depth`` of :class:`MicroBatches`.
         handoffs: Its part in hand-offs.
     """
 
@@ -245,13 +246,13 @@ class Scheduler:
         self._results = StepResults(self._running, self._lifecycle, self._fairness, self.handoffs)
         self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
         self._paused = self._retract_all = False
-        # The pages of a draft and the check of it belong to one step, so with drafts there is one lane.
-        self.lanes = config.lanes if self._speculation is None else 1
-        self._pace = StepPace(config.step_seconds / self.lanes, config.max_step_tokens)
+        # The pages of a draft and the check of it belong to one step, so with drafts there is one micro-batch.
+        self.micro_batches = config.micro_batches if self._speculation is None else 1
+        self._pace = StepPace(config.step_seconds / self.micro_batches, config.max_step_tokens)
         self._planned: deque[float] = deque()
         self._updated = 0.0
-        self._lanes = Lanes(self.lanes, config.lanes_from, chained=config.chained)
-        self.depth = self._lanes.depth
+        self._micro_batches = MicroBatches(self.micro_batches, config.micro_batches_from, chained=config.chained)
+        self.depth = self._micro_batches.depth
 
     @property
     def num_retractions(self) -> int:
@@ -334,9 +335,11 @@ class Scheduler:
         """Whether the next step may be planned now. Not while a step is in flight whose tokens the plan depends on."""
         if self._in_flight and self._speculation is not None and self._speculation.waits:
             return False
-        if self.lanes > 1:
+        if self.micro_batches > 1:
             prompts = any(step.chunks for step in self._in_flight)
-            return len(self._in_flight) < self._lanes.most_in_flight(len(self._running.requests), prompts=prompts)
+            return len(self._in_flight) < self._micro_batches.most_in_flight(
+                len(self._running.requests), prompts=prompts
+            )
         return len(self._in_flight) < 2 and not any(step.awaits_tokens for step in self._in_flight)
 
     @property
@@ -368,8 +371,8 @@ class Scheduler:
         """Plans the next step. The step is false if there is nothing to do, or nothing before the next :meth:`update`.
 
         While a step is in flight (``plans_ahead`` must then be true), the next one continues where that one will end, as if it
-        sampled no end tokens, or with lanes has other requests. Tokens computed in vain are thrown away, and no request is
-        retracted meanwhile. ``most_tokens`` is the step's token budget; None: what the configuration says.
+        sampled no end tokens, or with micro-batches has other requests. Tokens computed in vain are thrown away, and no request
+        is retracted meanwhile. ``most_tokens`` is the step's token budget; None: what the configuration says.
         """
         assert self.plans_ahead, "a step in flight was not updated"
         for serial in self._tiers.poll() if self._tiers is not None else ():
@@ -381,7 +384,7 @@ class Scheduler:
         if self._admission.preempt(self._steps, in_flight=in_flight):
             return Step(self._steps)
         retractions = self.num_retractions
-        plan = plan_running(self._running, self._retraction, self._steps, self._lanes, in_flight=in_flight)
+        plan = plan_running(self._running, self._retraction, self._steps, self._micro_batches, in_flight=in_flight)
         if plan is None:
             return Step(self._steps)
         paced = self._pace.tokens(len(plan.decodes)) if most_tokens is None else most_tokens
@@ -391,7 +394,7 @@ class Scheduler:
         adder = PrefillAdder(self._running, budget, self._ratio, computing)
         calm = self.num_retractions == retractions
         if calm:
-            self._ratio.step(self._lanes.shares(len(self._running)))
+            self._ratio.step(self._micro_batches.shares(len(self._running)))
         self._admission.admit(adder, plan.unfinished, self._steps, new=calm)
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
         drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []
@@ -578,7 +581,7 @@ class RunningPlan(NamedTuple):
 
 
 def plan_running(
-    running: RunningBatch, retraction: Retraction, step: int, lanes: Lanes, *, in_flight: bool
+    running: RunningBatch, retraction: Retraction, step: int, micro_batches: MicroBatches, *, in_flight: bool
 ) -> RunningPlan | None:
     """Gives each running request pages for its known tokens, retracting the last in rank if need be.
 
@@ -586,7 +589,7 @@ def plan_running(
         running: The batch. Mutated.
         retraction: Makes room. It takes the last by rank, which is none of those that are in the step so far.
         step: The number of the step being planned.
-        lanes: How steps in flight share the requests.
+        micro_batches: How steps in flight share the requests.
         in_flight: Whether another step is in flight.
 
     Returns:
@@ -595,7 +598,7 @@ def plan_running(
     decodes: list[Request] = []
     last_tokens: list[Request] = []
     unfinished: list[Request] = []
-    shares = lanes.shares(len(running.requests))
+    shares = micro_batches.shares(len(running.requests))
     most = -(-len(running.requests) // shares)
     for request in tuple(running.requests):
         known = len(request.token_ids) + request.unknown
@@ -603,7 +606,7 @@ def plan_running(
         if left <= 0 or request.over or request.slot < 0:
             continue
         decoding = left == 1 and request.planned >= request.prompt_length and not request.enters
-        if lanes.holds_back(request, step, shares) or (decoding and len(decodes) == most):
+        if micro_batches.holds_back(request, step, shares) or (decoding and len(decodes) == most):
             continue
         if request.unknown and (request.hands_off or known >= request.max_length):
             continue  # the token that is in flight is the request's last
@@ -642,10 +645,12 @@ def make_speculation(
         ledger: Whose pages stand in it.
     """
     alone = drafter is None and config.speculate == "auto"
-    if config.speculate == "off" or (alone and config.lanes > 1):  # a draft takes the lanes away, which bring more
+    if config.speculate == "off" or (
+        alone and config.micro_batches > 1
+    ):  # a draft takes the micro-batches away, which bring more
         return None
     if drafter is None:
-        drafter = PrefixDrafter(lambda request: cache.continuation(request.slot, request.token_ids))
+        drafter = NgramDrafter(lambda request: cache.continuation(request.slot, request.token_ids))
     elif isinstance(drafter, DraftModel):
         drafter = ModelDrafter(drafter, DraftPages(table, ledger, config.page_size))
     positions = min(max(config.max_running, FEWEST_POSITIONS), config.max_step_tokens)

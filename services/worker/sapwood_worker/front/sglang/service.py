@@ -92,7 +92,7 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
             problem = "this worker is draining"
         elif self._worker.model is None:
             problem = "the model is being loaded"
-        elif not self._engine.vitals.well:
+        elif not self._engine.liveness.well:
             problem = "the scheduler process gives no sign of life"
         return sglang_scheduler_pb2.HealthCheckResponse(healthy=not problem, message=problem)
 

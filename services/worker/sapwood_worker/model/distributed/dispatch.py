@@ -16,11 +16,11 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ranks.triton_meeting import WAIT_FOREVER
 from sapwood_worker.model.distributed.all_reduce import add_up
 from sapwood_worker.model.distributed.calibration import Replay, as_it_is
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.expert_exchange import ExpertExchange, RowWays, count
 from sapwood_worker.model.distributed.group import Group
-from sapwood_worker.model.distributed.own_rows import OwnRows
-from sapwood_worker.model.distributed.peer_sums import PeerMemory
-from sapwood_worker.model.distributed.shared_parts import SharedMeeting
+from sapwood_worker.model.distributed.peer_all_reduce import PeerMemory
+from sapwood_worker.model.distributed.shared_memory_all_reduce import SharedMeeting
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ _SECONDS = 1800.0
 _TURNS = 3
 
 
-def choose_exchange(group: Group, rows: OwnRows, shape: RowShape, ops: DeviceOps) -> ExpertExchange | None:
+def choose_exchange(group: Group, rows: DataParallelRows, shape: RowShape, ops: DeviceOps) -> ExpertExchange | None:
     """What sends rows to the ranks of their experts, if it is right on this machine; called by all ranks together.
 
     Args:
@@ -184,7 +184,7 @@ def _on_cpus(group: Group, shape: RowShape, most_rows: int, device: torch.device
 
 def _on_gpus(group: Group, shape: RowShape, most_rows: int, device: torch.device) -> _Found | None:
     from sapwood_worker.model.distributed.dispatch import PeerWays  # only CUDA builds of torch have triton
-    from sapwood_worker.model.distributed.peer_sums import captured
+    from sapwood_worker.model.distributed.peer_all_reduce import captured
 
     try:
         ways = PeerWays(group, shape, most_rows, device)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sapwood_kernels.experts.payload import RowShape
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.group import Group
-from sapwood_worker.model.distributed.own_rows import OwnRows
 
 
 class RowWays(Protocol):
@@ -73,7 +73,7 @@ class ExpertExchange:
         told: The same on the host, when it was read last.
     """
 
-    def __init__(self, group: Group, rows: OwnRows, ways: RowWays, ops: DeviceOps) -> None:
+    def __init__(self, group: Group, rows: DataParallelRows, ways: RowWays, ops: DeviceOps) -> None:
         self._group, self._rows, self._ways, self._ops = group, rows, ways, ops
         self.moved, self.told = ways.moved, [0, 0]
 

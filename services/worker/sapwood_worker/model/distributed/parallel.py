@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows, PartialSums
 from sapwood_worker.model.distributed.expert_exchange import ExpertExchange
 from sapwood_worker.model.distributed.group import Group, ValueT
-from sapwood_worker.model.distributed.own_rows import OwnRows, PartialSums
 from sapwood_worker.model.weight_slot import Span, whole
 from sapwood_worker.settings import DispatchName
 
@@ -36,7 +36,7 @@ class Parallel:
     dp: Group = field(default_factory=Group)
     ep: Group = field(default_factory=Group)
     redundant_experts: int = 0
-    rows: OwnRows | None = None
+    rows: DataParallelRows | None = None
     dispatch: DispatchName = "gather"
     expert_exchange: ExpertExchange | None = None
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.distributed.own_rows import OwnRows
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.pipeline import StageLink
 from sapwood_worker.model.layers.attention import Attention
+from sapwood_worker.model.layers.aux_hidden_states import AuxiliaryHiddenStates
 from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from sapwood_worker.model.layers.latent_attention import LatentAttention
 from sapwood_worker.model.layers.layer import Layer, LayerContext
@@ -32,7 +33,6 @@ from sapwood_worker.model.layers.norm import (
 )
 from sapwood_worker.model.layers.rotary import Angles, NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
-from sapwood_worker.model.layers.taps import Taps
 from sapwood_worker.records.experts import ExpertMove
 
 
@@ -175,7 +175,7 @@ class DecoderModel(Layer):
         link: The ways to the other stages.
         own: The layers that this rank's stage has.
         exchange: Takes rows to the ranks of their experts; None: they go to all ranks, or there is one.
-        taps: Keep hidden states for a head that drafts; None: there is none.
+        aux_hidden_states: Keep hidden states for a head that drafts; None: there is none.
         mixtures: Those of its layers that have experts; none may have, as for a stage of a pipeline.
         sparse: Whether a layer of the model has experts, of whatever stage.
     """
@@ -229,7 +229,7 @@ class DecoderModel(Layer):
         )
         # The index of each layer's rotary embedding.
         self._kinds = [ropes.index(rope) for rope in config.ropes]
-        self.taps: Taps | None = None
+        self.aux_hidden_states: AuxiliaryHiddenStates | None = None
         # A layer whose tokens all stay in the cache: its slots tell where each token is.
         self._lasting = AttentionLayer(
             min(self.own, key=lambda index: -(config.windows[index] or config.max_position)), 1.0
@@ -311,9 +311,9 @@ class DecoderModel(Layer):
     def compute(self, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """What this stage's layers give of what :meth:`begin` returns, which they may overwrite; asks no other stage."""
         hidden = self.through(hidden, self.angles(positions), plan)
-        if (taps := self.taps) is not None:
-            taps.see(self.config.num_layers, hidden)
-            taps.keep(plan.destination(self._lasting).slots)
+        if (aux_hidden_states := self.aux_hidden_states) is not None:
+            aux_hidden_states.see(self.config.num_layers, hidden)
+            aux_hidden_states.keep(plan.destination(self._lasting).slots)
         return hidden
 
     def angles(self, positions: Tensor) -> list[Angles]:
@@ -322,11 +322,11 @@ class DecoderModel(Layer):
 
     def through(self, hidden: Tensor, angles: Sequence[Angles], plan: AttentionPlan) -> Tensor:
         """Runs this stage's layers: [T, hidden_size], which they may overwrite -> the same shape."""
-        taps = self.taps
+        aux_hidden_states = self.aux_hidden_states
         for layer, index in zip(self.layers, self.own, strict=True):
-            if taps is not None:
+            if aux_hidden_states is not None:
                 self._settle()
-                taps.see(index, hidden)
+                aux_hidden_states.see(index, hidden)
             hidden = layer(hidden, angles[self._kinds[index]], plan)
         return hidden
 
@@ -366,7 +366,7 @@ class JoinedMLP(Layer):
         ops: The device's operations.
     """
 
-    def __init__(self, mlp: GatedMLP | PlainMLP | SparseMLP, rows: OwnRows, ops: DeviceOps) -> None:
+    def __init__(self, mlp: GatedMLP | PlainMLP | SparseMLP, rows: DataParallelRows, ops: DeviceOps) -> None:
         super().__init__()
         self.mlp = mlp
         self._rows, self._ops = rows, ops

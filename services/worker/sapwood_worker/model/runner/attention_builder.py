@@ -13,7 +13,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionNeeds
-from sapwood_worker.model.attention.meanwhile import Compiling, meanwhile
+from sapwood_worker.model.attention.fallback import Compiling, meanwhile
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.config import ModelConfig

@@ -26,16 +26,16 @@ from sapwood_worker.model.distributed.pipeline import MicroBatches, measured
 from sapwood_worker.model.heads.eagle import load_eagle
 from sapwood_worker.model.heads.head import Head, ShiftedSteps
 from sapwood_worker.model.heads.mtp import load_mtp
-from sapwood_worker.model.layers.taps import Taps
+from sapwood_worker.model.layers.aux_hidden_states import AuxiliaryHiddenStates
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import memory_limit
 from sapwood_worker.model.pools.torch_transfer import make_transfer
+from sapwood_worker.model.runner.ahead_of_time import AheadOfTimeKernels
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
 from sapwood_worker.model.runner.drafting_runner import DraftingRunner, drafted_before, try_checks
 from sapwood_worker.model.runner.graphs.recorded_steps import record_steps
 from sapwood_worker.model.runner.identity import assure_equal, cache_identity
-from sapwood_worker.model.runner.kernels_ahead import KernelsAhead
 from sapwood_worker.model.runner.kv_calibration import kv_scales
 from sapwood_worker.model.runner.memory import (
     SCRATCH_PAGES,
@@ -47,7 +47,7 @@ from sapwood_worker.model.runner.memory import (
 )
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
-from sapwood_worker.model.runner.overlap_trial import overlap_sums, try_lanes
+from sapwood_worker.model.runner.overlap_trial import overlap_sums, try_micro_batches
 from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
 from sapwood_worker.model.sizes import DeviceFacts, Given, ModelFacts, Sizes, choose_sizes
@@ -157,7 +157,7 @@ class _Builder:
         self._ops = device_ops(options.device)
         self._ops.tune_experts(options.expert_tuning, cache_folder() / "experts")
         self._device = self._ops.device
-        self._ahead = KernelsAhead.begin(options, self._ops)
+        self._ahead = AheadOfTimeKernels.begin(options, self._ops)
         self._dtype_name = self._ops.default_dtype if options.dtype == "auto" else options.dtype
         self._dtype = DTYPES[self._dtype_name]
         float8 = options.kv_cache_dtype == "fp8_e4m3"
@@ -251,7 +251,7 @@ class _Builder:
         if (head := self._head) is not None:
             shape = pool.num_pages * pool.page_size, head.config.hidden_size
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            self._model.taps = Taps(head.taken, head.mix, head.store)
+            self._model.aux_hidden_states = AuxiliaryHiddenStates(head.taken, head.mix, head.store)
         backend, graphs = self._attention.backend(
             pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=True
         )
@@ -282,7 +282,7 @@ class _Builder:
         if self._ops.asynchronous and config.labels is None and self._parallel.rows is None:
             if self._parallel.pp.size == 1:
                 try_checks(runner)
-            try_lanes(runner, pool, self._parallel, always=options.lanes == "always")
+            try_micro_batches(runner, pool, self._parallel, always=options.micro_batches == "always")
         self._model.forget_expert_tokens()
         if self._ahead is not None:
             self._ahead.remember()
@@ -368,7 +368,7 @@ class _Builder:
             attention_ranks=1 if self._parallel.rows is None else self._tp.size,
             pipeline_parallel=self._parallel.pp.size,
             all_reduce=self._tp.report,
-            lanes=1 if self._options.lanes == "off" else self._parallel.pp.size,
+            micro_batches=1 if self._options.micro_batches == "off" else self._parallel.pp.size,
             chained=self._ops.asynchronous,
             logit_processors=part_names(LOGIT_PROCESSORS, {}) if config.labels is None else (),
             max_running=self._sizes.max_running,
@@ -392,7 +392,7 @@ class _Builder:
             logger.info("attention: %d lengths of prompts up to %d planned in %.1f s", len(found), found[-1], took)
 
     def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
-        if self._options.headed:  # the pieces run layer by layer, past the taps
+        if self._options.headed:  # the pieces run layer by layer, past the aux_hidden_states
             return None
         float8, most = self._quantization != "none", self._sizes.max_step_tokens
         return self._attention.pieces(backend, pool, most, float8=float8, whole_ladder=whole_ladder)

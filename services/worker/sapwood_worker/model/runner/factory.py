@@ -17,9 +17,9 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.checkpoint.hf_config import classifies
 from sapwood_worker.model.compiled_kernels import take_kernels
+from sapwood_worker.model.distributed.custom_all_reduce import choose_sums
+from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.group import Group
-from sapwood_worker.model.distributed.own_rows import OwnRows
-from sapwood_worker.model.distributed.own_sums import choose_sums
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.families.bert import is_bert
@@ -190,7 +190,7 @@ def _runner_options(config: WorkerConfig, place: Place, path: Path, device: str,
         host_cache_gb=config.host_cache.gb if config.prefix_cache.on else 0.0,
         host_cache_ratio=config.tier_ratio if config.prefix_cache.on else 0.0,
         share_host_cache=config.shares_host_cache,
-        lanes=config.pipeline_parallel.micro_batches,
+        micro_batches=config.pipeline_parallel.micro_batches,
     )
 
 
@@ -238,7 +238,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         listener=place.listener,
         waits=place.waits,
     )
-    rows = OwnRows(parallel.tp, device_ops(device)) if config.data_parallel_attention else None
+    rows = DataParallelRows(parallel.tp, device_ops(device)) if config.data_parallel_attention else None
     parallel = replace(
         parallel,
         redundant_experts=config.expert_parallel.redundant,

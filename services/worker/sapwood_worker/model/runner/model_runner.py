@@ -190,7 +190,7 @@ class ModelRunner:
 
     def _finished(self, step: Step, finish: Callable[[], LaunchedStep]) -> LaunchedStep | DeferredStep:
         """The rest of a step whose layers have been launched: at once, or when the last stage may have come to it."""
-        defers = self.deferred is not None and self.info.lanes > 1
+        defers = self.deferred is not None and self.info.micro_batches > 1
         return self.deferred.add(step, finish) if defers and self.deferred is not None else finish()
 
     def follow(self, step: Step, rows: DecodeRows, tokens: Tensor, computed: Tensor) -> None:

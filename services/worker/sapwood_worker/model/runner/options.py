@@ -55,8 +55,8 @@ class RunnerOptions:
         parallel: The groups of ranks that this process runs the model with.
         nodes: Hosts that they are on, equally many on each.
         meeting_host: Rank 0's address, if they are several.
-        lanes: Whether the stages of a pipeline compute several steps at once: on GPUs ``auto`` does where a trial says that it
-            pays.
+        micro_batches: Whether the stages of a pipeline compute several steps at once: on GPUs ``auto`` does where a trial says
+            that it pays.
         headed: Whether a head drafts from the model's hidden states: on rank 0, beside which all compute the same steps in the
             same way.
     """
@@ -92,5 +92,5 @@ class RunnerOptions:
     parallel: Parallel = field(default_factory=Parallel)
     nodes: int = 1
     meeting_host: str = ""
-    lanes: LanesName = "auto"
+    micro_batches: LanesName = "auto"
     headed: bool = False

@@ -246,7 +246,7 @@ def _at_once(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def _captured(call: Callable[[], None]) -> Callable[[], None]:
-    from sapwood_worker.model.distributed.peer_sums import captured  # only CUDA builds of torch have triton
+    from sapwood_worker.model.distributed.peer_all_reduce import captured  # only CUDA builds of torch have triton
 
     return captured(call)
 
@@ -270,29 +270,29 @@ def _seconds(call: Callable[[], object], ops: DeviceOps) -> float:
 
 
 # Steps of made-up requests, which tell from how many requests on it pays that the stages of a pipeline compute several
-# steps at once (lanes), and whether the tokens of such steps are right. For devices that compute while their host goes
+# steps at once (micro_batches), and whether the tokens of such steps are right. For devices that compute while their host goes
 # on.
 
 
 _KEYS = 1024
-"""Tokens of each request, if the pool holds as many: what is read of them is what lanes spare."""
+"""Tokens of each request, if the pool holds as many: what is read of them is what micro-batches spare."""
 _ROUNDS = 10
 """Tokens that each request gets in a trial."""
 _GAIN = 0.97
-"""Part of the time of one lane that several have to take at most."""
+"""Part of the time of one micro-batch that several have to take at most."""
 
 
-def try_lanes(runner: ModelRunner, pool: DevicePool, parallel: Parallel, *, always: bool = False) -> None:
-    """Sets in the runner's ``info`` how many lanes there are and from how many requests on; called by all ranks together.
+def try_micro_batches(runner: ModelRunner, pool: DevicePool, parallel: Parallel, *, always: bool = False) -> None:
+    """Sets in the runner's ``info`` how many micro-batches there are and from how many requests on; called by all ranks together.
 
     Args:
-        runner: Runs this rank's part of the model, with as many lanes as there are stages.
+        runner: Runs this rank's part of the model, with as many micro-batches as there are stages.
         pool: Its keys and values, which are overwritten.
         parallel: The groups.
         always: Whether they are used even where that does not pay.
     """
     info, stages = runner.info, parallel.pp.size
-    if info.lanes == 1:
+    if info.micro_batches == 1:
         return
     for pages in pool.pages.values():
         pages.view(torch.uint8).zero_()
@@ -301,7 +301,7 @@ def try_lanes(runner: ModelRunner, pool: DevicePool, parallel: Parallel, *, alwa
     wrong = max(parallel.exchange(int(first.tokens(stages) != apart), int))
     if wrong:
         logger.warning("pipeline: one step at a time: several at once gave other tokens on a rank")
-        runner.info = msgspec.structs.replace(info, lanes=1)
+        runner.info = msgspec.structs.replace(info, micro_batches=1)
         return
     chosen, said = 0, []
     size = info.max_running
@@ -316,8 +316,8 @@ def try_lanes(runner: ModelRunner, pool: DevicePool, parallel: Parallel, *, alwa
         chosen, size = size, size // 2
     told = f"{stages} at once from {chosen} requests on" if chosen else "one at a time: more at once take as long"
     logger.info("pipeline: steps of decodes: %s (a token of each by one, and by %d: %s)", told, stages, "; ".join(said))
-    lanes = {"lanes_from": chosen} if chosen else {"lanes": 1}
-    runner.info = msgspec.structs.replace(info, **lanes)
+    micro_batches = {"micro_batches_from": chosen} if chosen else {"micro_batches": 1}
+    runner.info = msgspec.structs.replace(info, **micro_batches)
 
 
 class DecodeTrial:

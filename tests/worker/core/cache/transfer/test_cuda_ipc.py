@@ -10,21 +10,21 @@ from msgspec.structs import replace
 
 from sapwood_testing.worker.handoff.kept_pages import BYTES, Kept
 from sapwood_testing.worker.handoff.process_memory import ProcessMemory
-from sapwood_worker.core.cache.transfer.backend import MoverError
-from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcMover
+from sapwood_worker.core.cache.transfer.backend import TransferError
+from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcBackend
 from sapwood_worker.model.pools.peer_pages import PeerPool
 
 
 @pytest.fixture
 def on_a_gpu() -> Iterator[Kept]:
-    made = Kept(mover="cuda")
+    made = Kept(backend="cuda")
     yield made
     made.server.close()
 
 
 def memory_of(kept: Kept) -> ProcessMemory:
-    assert isinstance(kept.mover, CudaIpcMover) and isinstance(kept.mover._pool.memory, ProcessMemory)
-    return kept.mover._pool.memory
+    assert isinstance(kept.backend, CudaIpcBackend) and isinstance(kept.backend._pool.memory, ProcessMemory)
+    return kept.backend._pool.memory
 
 
 def copied(kept: Kept) -> int:
@@ -67,8 +67,8 @@ def test_pages_go_from_gpu_to_gpu_if_they_are_of_the_same_tokens_and_tenant(on_a
 
 
 def test_a_page_of_the_gpu_is_filled_from_the_hosts_memory(on_a_gpu: Kept) -> None:
-    assert isinstance(on_a_gpu.mover, CudaIpcMover)
-    on_a_gpu.mover.fill([2, 4], [memoryview(bytes([value]) * BYTES) for value in (7, 9)])
+    assert isinstance(on_a_gpu.backend, CudaIpcBackend)
+    on_a_gpu.backend.fill([2, 4], [memoryview(bytes([value]) * BYTES) for value in (7, 9)])
     assert on_a_gpu.own[2].tolist() == [7] * BYTES and on_a_gpu.own[4].tolist() == [9] * BYTES
     assert not on_a_gpu.own[3].any()
 
@@ -76,15 +76,17 @@ def test_a_page_of_the_gpu_is_filled_from_the_hosts_memory(on_a_gpu: Kept) -> No
 def test_a_source_without_a_gpu_that_is_seen_from_here_is_asked_for_one_once(
     on_a_gpu: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert isinstance(on_a_gpu.mover, CudaIpcMover)
+    assert isinstance(on_a_gpu.backend, CudaIpcBackend)
     gone = replace(on_a_gpu.ticket, transfer_id=bytes(16))
-    assert on_a_gpu.mover.read_to_device(gone, [0], [0], [b""]) == [None] and on_a_gpu.mover.reaches(on_a_gpu.ticket)
-    kept = Kept(mover="tcp")
+    assert on_a_gpu.backend.read_to_device(gone, [0], [0], [b""]) == [None] and on_a_gpu.backend.reaches(
+        on_a_gpu.ticket
+    )
+    kept = Kept(backend="tcp")
     try:
-        kept.mover = on_a_gpu.mover
-        assert kept.mover.reaches(kept.ticket) and kept.to_device([0, 1], [0, 1]) == [None, None]
-        assert not kept.mover.reaches(kept.ticket) and on_a_gpu.mover.reaches(on_a_gpu.ticket)
-        monkeypatch.delattr(CudaIpcMover, "_read")
+        kept.backend = on_a_gpu.backend
+        assert kept.backend.reaches(kept.ticket) and kept.to_device([0, 1], [0, 1]) == [None, None]
+        assert not kept.backend.reaches(kept.ticket) and on_a_gpu.backend.reaches(on_a_gpu.ticket)
+        monkeypatch.delattr(CudaIpcBackend, "_read")
         assert None not in kept.read([0, 1])
     finally:
         kept.server.close()
@@ -92,7 +94,7 @@ def test_a_source_without_a_gpu_that_is_seen_from_here_is_asked_for_one_once(
 
 def test_copies_that_fail_are_an_error(on_a_gpu: Kept) -> None:
     memory_of(on_a_gpu).broken = True
-    with pytest.raises(MoverError, match="719"):
+    with pytest.raises(TransferError, match="719"):
         on_a_gpu.read([0])
-    with pytest.raises(MoverError, match="719"):
+    with pytest.raises(TransferError, match="719"):
         on_a_gpu.to_device([0], [0])

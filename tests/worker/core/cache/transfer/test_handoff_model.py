@@ -1,4 +1,4 @@
-"""Both ledgers of hand-offs under hypothesis: a worker that keeps pages, one that pulls them, and a network that loses, delays,
+"""Both ledgers of hand-offs under hypothesis: a worker that keeps pages, one that reads them, and a network that loses, delays,
 reorders, spoils and mixes up what it carries. Nothing here knows torch, gRPC or a socket."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sapwood_testing.worker.storage.fake_storage import FakeExecutor
 from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.record import header_of, namespace_of
-from sapwood_worker.core.cache.transfer.backend import MoverError, PartCount
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases
-from sapwood_worker.core.cache.transfer.reads import NEWS_SECONDS, PATIENCE_SECONDS, Pulls
+from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
+from sapwood_worker.core.cache.transfer.leases import TransferLeases
+from sapwood_worker.core.cache.transfer.reads import NEWS_SECONDS, PATIENCE_SECONDS, PageReads
 from sapwood_worker.core.tiering import HostGround
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 from sapwood_worker.records.handoff import HandoffTicket
@@ -45,7 +45,7 @@ class Source:
 
     def __init__(self, epoch: int, clock: Clock) -> None:
         self.pool, self.host = HostPool(PAGES, BYTES), HostPages(PAGES)
-        self.leases = HandoffLeases(self.host, SIZE, FINGERPRINT, epoch, "there:1", 0.7, clock, LEASE)
+        self.leases = TransferLeases(self.host, SIZE, FINGERPRINT, epoch, "there:1", 0.7, clock, LEASE)
         self.coming: list[Any] = []
 
     def store(self, names: Sequence[PageName]) -> None:
@@ -67,7 +67,7 @@ class Source:
 
 
 class Handoffs(RuleBasedStateMachine):
-    """A source, a puller, and a mover between them."""
+    """A source, a puller, and a backend between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Handoffs(RuleBasedStateMachine):
         self.chance = random.Random(5)
         self.faults = 0.0
         self.parts = PartCount()
-        self.pulls = Pulls(
+        self.reads = PageReads(
             HostGround(self.host, self.pool, FINGERPRINT, self), FINGERPRINT, FakeExecutor(self.chance), 0.7, self.clock
         )
         self.serials = 0
@@ -91,11 +91,11 @@ class Handoffs(RuleBasedStateMachine):
         self.waiting: dict[int, float] = {}
         self.started: set[int] = set()
 
-    # The mover: what a TcpMover and a PageServer do between them, on a bad day.
+    # The backend: what a TcpBackend and a PageServer do between them, on a bad day.
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
         if self.chance.random() < self.faults:
-            raise MoverError("the way is cut")
+            raise TransferError("the way is cut")
         return [self.read_page(ticket, index, buffer) for index, buffer in zip(indices, buffers, strict=True)]
 
     def read_page(self, ticket: HandoffTicket, index: int, buffer: memoryview) -> bool:
@@ -208,7 +208,7 @@ class Handoffs(RuleBasedStateMachine):
                 document = self.early.setdefault(ticket.transfer_id, self.offered[serial])
                 chain = PageChain(b"", SIZE)
                 chain.extend(array("I", document), 0 if ticket.first_page else len(document))
-                self.pulls.announced(ticket, chain.pages, self.chance.choice([0, 0, 2]))
+                self.reads.announced(ticket, chain.pages, self.chance.choice([0, 0, 2]))
         for each, at in self.renewed.items():
             there = self.source.leases.find(each, self.epoch) is not None
             assert there == (self.clock() < at + LEASE and each not in self.ended), (
@@ -240,7 +240,7 @@ class Handoffs(RuleBasedStateMachine):
         chain = PageChain(b"", SIZE)
         chain.extend(array("I", document), len(document))
         self.serials += 1
-        if self.pulls.pull(self.serials, chain.pages[first:], first, ticket):
+        if self.reads.start(self.serials, chain.pages[first:], first, ticket):
             self.waiting[self.serials] = self.clock()
         else:
             self.started.add(self.serials)
@@ -249,8 +249,8 @@ class Handoffs(RuleBasedStateMachine):
     def poll(self, turns: int) -> None:
         """The puller's loop turns."""
         for _ in range(turns):
-            self.pulls.lapse()
-            for serial in self.pulls.poll():
+            self.reads.lapse()
+            for serial in self.reads.poll():
                 del self.waiting[serial]
                 self.started.add(serial)
         late = [serial for serial, at in self.waiting.items() if self.clock() - at >= PATIENCE_SECONDS]
@@ -274,7 +274,7 @@ class Handoffs(RuleBasedStateMachine):
         self.end(data.draw(st.sampled_from(sorted({*self.waiting, *self.started}))))
 
     def end(self, serial: int) -> None:
-        self.pulls.arrivals.settle(serial)
+        self.reads.arrivals.settle(serial)
         self.waiting.pop(serial, None)
         self.started.discard(serial)
 
@@ -307,23 +307,23 @@ class Handoffs(RuleBasedStateMachine):
 
     @invariant()
     def ledgers_agree(self) -> None:
-        for host, pins in ((self.source.host, self.source.leases.pins()), (self.host, self.pulls.arrivals.pins())):
+        for host, pins in ((self.source.host, self.source.leases.pins()), (self.host, self.reads.arrivals.pins())):
             host.check()
             assert all(entry.pins == pins.get(entry.page, 0) for entry in host.entries())
         assert self.source.leases.num_pinned <= int(0.7 * PAGES)
         unready = sum(not entry.ready for entry in self.host.entries())
-        assert unready == self.pulls.arrivals.reading
+        assert unready == self.reads.arrivals.reading
 
     def teardown(self) -> None:
         """When all is over, nothing is kept."""
         self.faults = 0.0
         for serial in (*self.waiting, *self.started):
-            self.pulls.arrivals.settle(serial)
+            self.reads.arrivals.settle(serial)
         for _ in range(200):
-            self.pulls.poll()
+            self.reads.poll()
         self.clock.now += NEWS_SECONDS
-        self.pulls.lapse()
-        assert not self.pulls.busy and not self.pulls.arrivals.pins()
+        self.reads.lapse()
+        assert not self.reads.busy and not self.reads.arrivals.pins()
         for serial in self.computing:
             self.source.leases.withdraw(serial)
         self.source.stored()
@@ -334,14 +334,14 @@ class Handoffs(RuleBasedStateMachine):
 
 
 def test_a_source_of_other_pages_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    pulls = Handoffs().pulls
+    reads = Handoffs().reads
     chain = PageChain(b"", SIZE)
     chain.extend(array("I", DOCUMENTS[0]), len(DOCUMENTS[0]))
     hashes = [name.key.hash for name in chain.pages]
     for serial, source in enumerate(("there:1", "there:1", "elsewhere:1")):
         other = HandoffTicket(bytes(16), source, 1, b"other", hashes, [(0, 0)] * len(hashes), 1000)
-        assert not pulls.pull(serial, list(chain.pages), 0, other)
-    assert pulls.counters.fallbacks == 3
+        assert not reads.start(serial, list(chain.pages), 0, other)
+    assert reads.counters.fallbacks == 3
     assert [record.message.split()[2] for record in caplog.records] == ["there:1", "elsewhere:1"]
 
 

@@ -43,9 +43,9 @@ MUTATIONS = [
     # Pages are announced once.
     Mutation(LEASES, "islice(offer.keys, known, None)", "offer.keys"),
     # What was read ahead is the request's when it comes.
-    Mutation(PULLS, "if announced is None:\n            pull", "if True:\n            pull"),
+    Mutation(PULLS, "if announced is None:\n            pending", "if True:\n            pending"),
     # If it does not come, that is given back.
-    Mutation(PULLS, "                self.arrivals.let_go(pull)\n", "                pass\n"),
+    Mutation(PULLS, "                self.arrivals.let_go(pending)\n", "                pass\n"),
     # Every byte that came is checked.
     Mutation(RECORD, "there and verify(record, entry.key, namespace)", "there"),
     # Pages that did not come are given back.
@@ -55,10 +55,10 @@ MUTATIONS = [
     # For a request that has gone nothing is kept.
     Mutation(ARRIVALS, "        if arrival.cancelled:\n", "        if False:\n"),
     Mutation(ARRIVALS, "        self._host.unpin(arrival.pinned)\n", ""),
-    # Pulls hold their share at most.
+    # Reads hold their share at most.
     Mutation(ARRIVALS, "max(0, self._limit - self._occupied)", "self._host.num_pages"),
     # A request waits no longer than its patience.
-    Mutation(PULLS, "now >= pull.deadline or not", "not"),
+    Mutation(PULLS, "now >= pending.deadline or not", "not"),
     # A host page that is being written to is not found.
     Mutation(HOST, "entry is not None and entry.ready and", "entry is not None and"),
     # Each allocation of a page gets an epoch of its own.
@@ -72,7 +72,7 @@ MUTATIONS = [
         "request.planned // self._page_size, -(-end // self._page_size)",
     ),
     # What was kept for a request is given back when it starts.
-    Mutation(TIERS, "None if self.pulls is None else self.pulls.settle(serial)", "None"),
+    Mutation(TIERS, "None if self.reads is None else self.reads.settle(serial)", "None"),
     # A request that is aborted while its pages are on their way to the host gets no ticket.
     Mutation(HANDOFFS, "return self._leases is not None and self._leases.cancel(serial)", "return False"),
     # A prompt that is handed off ends with its first token.

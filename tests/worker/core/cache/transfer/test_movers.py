@@ -20,16 +20,16 @@ from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.handoff.kept_pages import ALL, BYTES, ENGINES, MOVERS, PAGES, Kept
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.transfer import leases, server, tcp, wire
-from sapwood_worker.core.cache.transfer.backend import MoverError
+from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.server import PageServer
-from sapwood_worker.core.cache.transfer.tcp import NotSharedError, SharedMemoryMover, TcpMover
+from sapwood_worker.core.cache.transfer.tcp import NotSharedError, SharedMemoryBackend, TcpBackend
 from sapwood_worker.core.cache.transfer.wire import PageTls
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 
 
 @pytest.fixture(params=ALL)
 def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
-    made = Kept(mover=request.param)
+    made = Kept(backend=request.param)
     yield made
     made.server.close()
 
@@ -71,14 +71,14 @@ def test_a_page_that_is_given_to_another_while_it_is_sent_is_not_had(
 
     monkeypatch.setattr(leases, "header_of", sealed_too_late)
     came = kept.read([0, 1, 2, 3])
-    sent = isinstance(kept.mover, TcpMover)  # page by page; in shared memory all are read at last
+    sent = isinstance(kept.backend, TcpBackend)  # page by page; in shared memory all are read at last
     assert [record is not None for record in came] == [sent, sent, False, False]
 
 
 def test_nobody_there_is_an_error_and_so_is_a_source_that_is_no_address(kept: Kept) -> None:
     kept.server.close()
     for address in (kept.ticket.source, "nowhere", "127.0.0.1:99999"):
-        with pytest.raises(MoverError):
+        with pytest.raises(TransferError):
             kept.read([0], replace(kept.ticket, source=address))
 
 
@@ -113,7 +113,7 @@ def test_a_source_that_stops_answering_is_an_error(
             behave(connection)
 
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(MoverError):
+        with pytest.raises(TransferError):
             kept.read([0], replace(kept.ticket, source=f"127.0.0.1:{listener.getsockname()[1]}"))
         for connection in held:
             connection.close()
@@ -210,25 +210,25 @@ def tls_of(authority: trustme.CA, folder: Path, trusted: trustme.CA | None = Non
     return files
 
 
-@pytest.mark.parametrize("mover", MOVERS)
-def test_over_tls_pages_go_only_to_holders_of_a_certificate_of_the_workers_ca(mover: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", MOVERS)
+def test_over_tls_pages_go_only_to_holders_of_a_certificate_of_the_workers_ca(backend: str, tmp_path: Path) -> None:
     ours, others = trustme.CA(), trustme.CA()
-    kept = Kept(tls_of(ours, tmp_path / "source"), mover)
+    kept = Kept(tls_of(ours, tmp_path / "source"), backend)
     try:
-        kept.mover = MOVERS[mover](tls_of(ours, tmp_path / "reader"), kept.into)
+        kept.backend = MOVERS[backend](tls_of(ours, tmp_path / "reader"), kept.into)
         assert None not in kept.read([4, 0, 5])
-        kept.mover = MOVERS[mover](None, kept.into)
-        with contextlib.suppress(MoverError):  # or the first byte of TLS's complaint, which is no yes
+        kept.backend = MOVERS[backend](None, kept.into)
+        with contextlib.suppress(TransferError):  # or the first byte of TLS's complaint, which is no yes
             assert kept.read([0]) == [None]
         for stranger in (
             tls_of(others, tmp_path / "other"),
             tls_of(others, tmp_path / "knows-us", trusted=ours),
             tls_of(ours, tmp_path / "does-not", trusted=others),
         ):
-            kept.mover = MOVERS[mover](stranger, kept.into)
-            with pytest.raises(MoverError):
+            kept.backend = MOVERS[backend](stranger, kept.into)
+            with pytest.raises(TransferError):
                 kept.read([0])
-        kept.mover = MOVERS[mover](tls_of(ours, tmp_path / "again"), kept.into)
+        kept.backend = MOVERS[backend](tls_of(ours, tmp_path / "again"), kept.into)
         assert None not in kept.read([0])
     finally:
         kept.server.close()
@@ -245,20 +245,20 @@ def test_within_a_host_no_page_goes_through_a_socket(kept: Kept, monkeypatch: py
 
     monkeypatch.setattr(wire.Wire, "fill", counted)
     assert None not in kept.read([3, 1])
-    assert (received < BYTES) is not isinstance(kept.mover, TcpMover)
+    assert (received < BYTES) is not isinstance(kept.backend, TcpBackend)
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_is_refused_beside_encryption_and_without_a_source_engine(name: str, tmp_path: Path) -> None:
-    mover, source = ENGINES[name]
+    backend, source = ENGINES[name]
     kept = Kept()
     try:
         files = tls_of(trustme.CA(), tmp_path / "files")
-        for refused in (mover, source):
+        for refused in (backend, source):
             with pytest.raises(ConfigError, match=rf"--kv-transfer {name} .*--tls-cert"):
                 refused(files, kept.into)
-        kept.mover = mover(None, kept.into)
-        with pytest.raises(MoverError, match="no such engine"):
+        kept.backend = backend(None, kept.into)
+        with pytest.raises(TransferError, match="no such engine"):
             kept.read([0])
     finally:
         kept.server.close()
@@ -273,7 +273,7 @@ class Elsewhere(NamedTuple):
 
 @pytest.mark.parametrize("how", ["no file", "another file", "another boot", "nothing shared"])
 def test_memory_that_is_not_reached_is_no_error_where_tcp_is_there(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept(mover="auto", shared=how != "nothing shared")
+    kept = Kept(backend="auto", shared=how != "nothing shared")
     try:
         memory: Any = kept.pool.shared
         if how == "no file":
@@ -284,7 +284,7 @@ def test_memory_that_is_not_reached_is_no_error_where_tcp_is_there(how: str, mon
             boots = itertools.count()
             monkeypatch.setattr(tcp, "boot_name", lambda: bytes([next(boots)]) * 16)
         assert None not in kept.read([4, 0, 5])
-        kept.mover = SharedMemoryMover()
+        kept.backend = SharedMemoryBackend()
         with pytest.raises(NotSharedError):
             kept.read([4])
     finally:
@@ -292,9 +292,9 @@ def test_memory_that_is_not_reached_is_no_error_where_tcp_is_there(how: str, mon
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-@pytest.mark.parametrize("mover", MOVERS)
-def test_pages_are_read_over_ipv6(mover: str, host: str) -> None:
-    kept = Kept(mover=mover, host=host)
+@pytest.mark.parametrize("backend", MOVERS)
+def test_pages_are_read_over_ipv6(backend: str, host: str) -> None:
+    kept = Kept(backend=backend, host=host)
     try:
         assert None not in kept.read([4, 0, 5])
     finally:

@@ -1,4 +1,4 @@
-"""What the mover over NIXL does where a source stops or its connection breaks: no read ends while NIXL may still write."""
+"""What the backend over NIXL does where a source stops or its connection breaks: no read ends while NIXL may still write."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
 
 from sapwood_worker.core.cache.transfer import in_place
-from sapwood_worker.core.cache.transfer.backend import MoverError
-from sapwood_worker.core.cache.transfer.nixl import NixlMover
+from sapwood_worker.core.cache.transfer.backend import TransferError
+from sapwood_worker.core.cache.transfer.nixl import NixlBackend
 from sapwood_worker.model.pools.host_pool import HostPool
 
 
@@ -48,15 +48,15 @@ class _Gone:
         raise BrokenPipeError
 
 
-def _begun(mover: NixlMover, agent: _Agent) -> tuple[threading.Thread, list[Exception]]:
+def _begun(backend: NixlBackend, agent: _Agent) -> tuple[threading.Thread, list[Exception]]:
     """A read whose transfer has begun."""
     errors: list[Exception] = []
 
     def read() -> None:
         try:
-            with mover._connected(b"metadata") as remote:
-                mover._move(remote, [(0, 1)], [(0, 1)], _Gone())  # type: ignore[arg-type]
-        except MoverError as error:
+            with backend._connected(b"metadata") as remote:
+                backend._move(remote, [(0, 1)], [(0, 1)], _Gone())  # type: ignore[arg-type]
+        except TransferError as error:
             errors.append(error)
 
     thread = threading.Thread(target=read)
@@ -66,39 +66,39 @@ def _begun(mover: NixlMover, agent: _Agent) -> tuple[threading.Thread, list[Exce
 
 
 @pytest.fixture
-def mover(monkeypatch: pytest.MonkeyPatch) -> NixlMover:
+def backend(monkeypatch: pytest.MonkeyPatch) -> NixlBackend:
     monkeypatch.setattr(in_place, "SILENCE_SECONDS", 0.01)
-    made = NixlMover(None, HostPool(2, 128))
+    made = NixlBackend(None, HostPool(2, 128))
     made._agent = _Agent()
     return made
 
 
-def test_a_read_lasts_as_long_as_its_transfer_and_its_source_stays_known_until_then(mover: NixlMover) -> None:
-    agent = mover._agent
-    thread, errors = _begun(mover, agent)
-    [remote] = mover._remotes.values()
+def test_a_read_lasts_as_long_as_its_transfer_and_its_source_stays_known_until_then(backend: NixlBackend) -> None:
+    agent = backend._agent
+    thread, errors = _begun(backend, agent)
+    [remote] = backend._remotes.values()
     remote.broken = True  # another read of it has failed
-    with pytest.raises(MoverError, match="broken"), mover._connected(b"metadata"):
+    with pytest.raises(TransferError, match="broken"), backend._connected(b"metadata"):
         pass
     assert thread.is_alive() and agent.asked == ["add"]
     agent.over.set()
     thread.join(30)
     assert not errors and not remote.reads
-    with mover._connected(b"metadata"):  # nobody reads from it any more
+    with backend._connected(b"metadata"):  # nobody reads from it any more
         assert agent.asked == ["add", "remove", "add"]
 
 
-def test_reads_that_do_not_end_leave_threads_for_other_sources(mover: NixlMover) -> None:
-    agent = mover._agent
-    begun = [_begun(mover, agent) for _ in range(in_place.MOST_AT_A_SOURCE)]
-    with pytest.raises(MoverError, match="do not end"), mover._connected(b"metadata"):
+def test_reads_that_do_not_end_leave_threads_for_other_sources(backend: NixlBackend) -> None:
+    agent = backend._agent
+    begun = [_begun(backend, agent) for _ in range(in_place.MOST_AT_A_SOURCE)]
+    with pytest.raises(TransferError, match="do not end"), backend._connected(b"metadata"):
         pass
-    with mover._connected(b"another"):
+    with backend._connected(b"another"):
         pass
     agent.state = "ERR"
     agent.over.set()
     for thread, errors in begun:
         thread.join(30)
         assert len(errors) == 1
-    [remote, _] = mover._remotes.values()
+    [remote, _] = backend._remotes.values()
     assert remote.broken and not remote.reads

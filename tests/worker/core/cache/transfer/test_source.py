@@ -9,14 +9,14 @@ import pytest
 
 from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.page_key import PageChain
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases, PageSource
+from sapwood_worker.core.cache.transfer.leases import PageSource, TransferLeases
 from sapwood_worker.model.pools.host_pool import HostPool
 
 
 @pytest.mark.parametrize("ends", ["copied", "lost"])
 def test_who_reads_the_device_does_not_wait_for_copies_to_the_hosts_memory(ends: str) -> None:
     host = HostPages(8)
-    leases = HandoffLeases(host, 4, b"f" * 32, 5, ":1", 1.0, time.monotonic)
+    leases = TransferLeases(host, 4, b"f" * 32, 5, ":1", 1.0, time.monotonic)
     chain = PageChain(b"", 4)
     chain.extend(array("I", range(8)), 8)
     entries = host.reserve(chain.pages)

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from sapwood_worker.core.scheduler.speculation.prefix_drafter import MOST_PLACES, CopyingRow, NgramIndex
+from sapwood_worker.core.scheduler.speculation.ngram_drafter import MOST_PLACES, CopyingRow, NgramIndex
 
 NOTHING: array[int] = array("I")
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from sapwood_worker.records.handoff import HandoffTicket
 
 
-class MoverError(Exception):
+class TransferError(Exception):
     """The source could not be reached, or stopped answering. Costs a recomputation."""
 
 
@@ -33,13 +33,13 @@ class PartCount:
             self.bytes += count
 
 
-class PageMover(Protocol):
+class TransferBackend(Protocol):
     """Reads pages by their ticket. Called from several threads at once; every call may block and may fail.
 
     What it brings is not trusted: whoever asks checks every byte (``storage/record.py``).
 
     Attributes:
-        parts: Counts what came of pages before all of their layers were computed; it stays 0 for movers that take none in parts.
+        parts: Counts what came of pages before all of their layers were computed; 0 for backends that take none in parts.
     """
 
     parts: PartCount
@@ -56,6 +56,6 @@ class PageMover(Protocol):
             For each whether the source had it, before and after it was read, as the ticket says.
 
         Raises:
-            MoverError: The source does not answer, or not as it should; all buffers are undefined.
+            TransferError: The source does not answer, or not as it should; all buffers are undefined.
         """
         ...

@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from sapwood_worker.core.cache.transfer.backend import MoverError
+from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
-from sapwood_worker.core.cache.transfer.tcp import QuickestMover, Sources, boot_name
+from sapwood_worker.core.cache.transfer.tcp import SameHostBackend, Sources, boot_name
 from sapwood_worker.core.cache.transfer.wire import (
     COMING,
     YES,
@@ -119,8 +119,8 @@ class Peers:
 # 3. The reader copies and says that it is done.
 # 4. The source says for each page whether both, the host's and the device's, still were what they are named for.
 #
-# Pages that are not on the device, and sources on another machine, without this mover or without a GPU, are read as
-# ``QuickestMover`` reads them.
+# Pages that are not on the device, and sources on another machine, without this backend or without a GPU, are read as
+# ``SameHostBackend`` reads them.
 
 
 _WHERE = struct.Struct("<16sI")
@@ -148,8 +148,8 @@ class ExportedPages(NamedTuple):
         return page if self.epoch_of(page) == epoch else -1
 
 
-class CudaIpcMover:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.reads.DeviceMover`.
+class CudaIpcBackend:
+    """Implements :class:`~sapwood_worker.core.cache.transfer.reads.DeviceTransferBackend`.
 
     Args:
         tls: Its files; None: plain text. Pages themselves stay within the host.
@@ -159,7 +159,7 @@ class CudaIpcMover:
     def __init__(self, tls: PageTls | None, pool: OwnPool) -> None:
         self._tls = tls
         self._pool = pool
-        self._otherwise = QuickestMover(tls)
+        self._otherwise = SameHostBackend(tls)
         self.parts = self._otherwise.parts
         self.barrier = pool.mark
         self.fill = pool.fill
@@ -236,7 +236,7 @@ class CudaIpcMover:
             try:
                 peer.read([places[number] for number in numbers], targets(numbers), start, end)
             except (RuntimeError, KeyError) as error:
-                raise MoverError(str(error)) from error
+                raise TransferError(str(error)) from error
 
         had = [number for number, header in headers.items() if header]
         if had:

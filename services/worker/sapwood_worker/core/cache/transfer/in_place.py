@@ -1,4 +1,4 @@
-"""What a mover does whose reader takes pages out of the source's memory itself, by a transfer engine of somebody else.
+"""What a backend does whose reader takes pages out of the source's memory itself, by a transfer engine of somebody else.
 
 1. The source says what the engine's reader needs to know, where its host pages begin, and for each page whether it has it, with
    the sealed header if so. Only who has a good ticket is told, since whoever knows can read all of the source's host pages.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.transfer.backend import MoverError
+from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
 from sapwood_worker.core.cache.transfer.wire import (
     NO,
@@ -41,7 +41,7 @@ _NO_ENGINE, _NO_TICKET = _WHERE.pack(0, 0), _WHERE.pack(2**64 - 1, 0)
 _MOST_BYTES = 1 << 20
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 MOST_AT_A_SOURCE = 6
-"""Reads from one source at a time: fewer than ``pulls.READS``."""
+"""Reads from one source at a time: fewer than ``reads.READS``."""
 
 Piece = tuple[int, int]
 """An address and how many bytes."""
@@ -72,19 +72,19 @@ def read_in_place(
 
     Args:
         wire: A connection on which pages were asked for.
-        ticket, indices, buffers: As in :meth:`~sapwood_worker.core.cache.transfer.backend.PageMover.read`.
+        ticket, indices, buffers: As in :meth:`~sapwood_worker.core.cache.transfer.backend.TransferBackend.read`.
         move: Takes what the source's engine says of itself, the pieces of memory to fill here, and those to read there. When it
-            returns, or raises MoverError, nothing is written any more.
+            returns, or raises TransferError, nothing is written any more.
 
     Raises:
-        MoverError: The source has no such engine, or not all was read.
+        TransferError: The source has no such engine, or not all was read.
     """
     where = wire.receive(_WHERE.size)
     if where == _NO_TICKET:
         return [False] * len(buffers)
     address, length = _WHERE.unpack(where)
     if not 0 < length <= _MOST_BYTES:
-        raise MoverError("the other worker has no such engine, or its pages are not in one piece")
+        raise TransferError("the other worker has no such engine, or its pages are not in one piece")
     known = wire.receive(length)
     headers = receive_headers(wire, len(indices))
     here: list[Piece] = []
@@ -127,14 +127,14 @@ class Room:
         """A read from a source.
 
         Raises:
-            MoverError: Too many do not end.
+            TransferError: Too many do not end.
         """
         with self._lock:
             room = self._rooms.setdefault(source, threading.BoundedSemaphore(MOST_AT_A_SOURCE))
             self._reading[source] = self._reading.get(source, 0) + 1
         try:
             if not room.acquire(timeout=SILENCE_SECONDS):
-                raise MoverError("reads from there do not end")
+                raise TransferError("reads from there do not end")
             try:
                 yield
             finally:
@@ -146,11 +146,13 @@ class Room:
                     del self._reading[source], self._rooms[source]
 
 
-def refuse_tls(mover: str, tls: PageTls | None) -> None:
+def refuse_tls(backend: str, tls: PageTls | None) -> None:
     """Refuses to pass pages on in plain text where all else is encrypted.
 
     Raises:
         ConfigError: There are files for TLS.
     """
     if tls is not None:
-        raise ConfigError(f"--kv-transfer {mover} sends pages in plain text, which is not for a worker with --tls-cert")
+        raise ConfigError(
+            f"--kv-transfer {backend} sends pages in plain text, which is not for a worker with --tls-cert"
+        )

@@ -16,7 +16,7 @@ A lease pins its pages, so that nothing evicts them. Pins are bounded: where pag
 theirs back, oldest first. Such pages stay readable until somebody else needs the room; a page's epoch tells.
 
 Whoever passed a lease's ticket on renews the lease while the request may still need it; else it ends ``lease_seconds`` later. All
-is single-threaded but :meth:`HandoffLeases.readable`, which the threads that serve reads call before and after they read a page.
+is single-threaded but :meth:`TransferLeases.readable`, which the threads that serve reads call before and after they read a page.
 
 Complexity: O(pages) an offer, O(leases) a poll, O(offers) the tickets.
 """
@@ -94,7 +94,7 @@ class Lease:
     unread: set[int] = field(default_factory=set)
 
 
-class HandoffLeases:
+class TransferLeases:
     """The ledger of a worker that hands prompts off.
 
     Args:
@@ -326,7 +326,7 @@ class PageSource(NamedTuple):
         namespace: What their headers call the model.
     """
 
-    leases: HandoffLeases
+    leases: TransferLeases
     pool: HostPool
     namespace: str
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.transfer.backend import MoverError, PartCount
+from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.in_place import Piece, Room, read_in_place, refuse_tls, wait_until_over
 from sapwood_worker.core.cache.transfer.wire import PageTls, Wire, dialled
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -68,8 +68,8 @@ class MooncakeSource:
             return _PORT.pack(self._engine(host).get_rpc_port())
 
 
-class MooncakeMover:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.PageMover`.
+class MooncakeBackend:
+    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend`.
 
     Args:
         tls: Must be None: Mooncake sends pages as they are.
@@ -101,7 +101,7 @@ class MooncakeMover:
         others still come. When it returns or raises, all are over.
 
         Raises:
-            MoverError: Not all was read.
+            TransferError: Not all was read.
         """
         engine = self._engine
         begun = [
@@ -123,4 +123,4 @@ class MooncakeMover:
             wait_until_over(wire, is_over)
             failed += state < 0
         if failed:
-            raise MoverError(f"Mooncake could not read {failed} of {len(begun)} pages")
+            raise TransferError(f"Mooncake could not read {failed} of {len(begun)} pages")

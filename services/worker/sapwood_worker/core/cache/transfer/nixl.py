@@ -15,7 +15,7 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.storage.nixl_store import nixl_library
-from sapwood_worker.core.cache.transfer.backend import MoverError, PartCount
+from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.in_place import Piece, Room, read_in_place, refuse_tls, wait_until_over
 from sapwood_worker.core.cache.transfer.wire import PageTls, Wire, dialled
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -82,8 +82,8 @@ class _Remote:
     name: str = ""
 
 
-class NixlMover:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.PageMover`.
+class NixlBackend:
+    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend`.
 
     Args:
         tls: Must be None: NIXL sends pages as they are.
@@ -128,14 +128,14 @@ class NixlMover:
 
     def _connect(self, remote: _Remote, metadata: bytes) -> None:
         if remote.broken and remote.reads:  # whoever is removed while it is read from goes on to write, unseen
-            raise MoverError("the connection is broken")
+            raise TransferError("the connection is broken")
         try:
             if remote.broken:
                 self._remove(remote)
             if not remote.name:
                 remote.name = self._agent.add_remote_agent(metadata).decode()
         except Exception as error:
-            raise MoverError(f"NIXL: {error}") from error
+            raise TransferError(f"NIXL: {error}") from error
 
     def _forget(self) -> None:
         """Removes sources that were used longest ago, if there are many."""
@@ -154,7 +154,7 @@ class NixlMover:
         """Reads; when it returns or raises, the transfer is over.
 
         Raises:
-            MoverError: Not all was read.
+            TransferError: Not all was read.
         """
         agent = self._agent
         try:
@@ -168,7 +168,7 @@ class NixlMover:
             agent.release_xfer_handle(transfer)
         except Exception as error:
             remote.broken = True
-            raise MoverError(f"NIXL: {error}") from error
+            raise TransferError(f"NIXL: {error}") from error
         if state != "DONE":
             remote.broken = True
-            raise MoverError("NIXL could not read the pages")
+            raise TransferError("NIXL could not read the pages")

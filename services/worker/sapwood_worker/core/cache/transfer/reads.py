@@ -18,7 +18,7 @@ from sapwood_worker.core.cache.page_key import PageKey, PageName
 from sapwood_worker.core.cache.pages import PageIds
 from sapwood_worker.core.cache.storage.backend import Executor
 from sapwood_worker.core.cache.storage.record import verify
-from sapwood_worker.core.cache.transfer.backend import PageMover, PartCount
+from sapwood_worker.core.cache.transfer.backend import PartCount, TransferBackend
 from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES, HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket, log_stage
 
@@ -78,8 +78,8 @@ class DeviceRoom(Protocol):
         ...
 
 
-class DeviceMover(PageMover, Protocol):
-    """A mover that reads into the device's pages, too."""
+class DeviceTransferBackend(TransferBackend, Protocol):
+    """A backend that reads into the device's pages, too."""
 
     def reaches(self, ticket: HandoffTicket) -> bool:
         """Whether a ticket's source may have pages on a device that can be read from here, as far as is known."""
@@ -102,7 +102,7 @@ class DeviceMover(PageMover, Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Landed(HostPage):
+class _ReceivedPage(HostPage):
     """A page that is being filled, or was, with the steps that were launched before."""
 
     after: int = 0
@@ -117,7 +117,7 @@ class Prompt(NamedTuple):
     pages: list[PageName]
 
 
-class LandingDevice(Protocol):
+class ReceivingDevice(Protocol):
     """The device's pages, as the tiers know them.
 
     Attributes:
@@ -133,7 +133,7 @@ class LandingDevice(Protocol):
         ...
 
 
-class Landing:
+class ReceiveBuffer:
     """The ledger of such pages. Single-threaded but for :meth:`read`.
 
     Args:
@@ -141,7 +141,7 @@ class Landing:
         num_pages: How many there are.
         page_bytes: Bytes of a page's content.
         fingerprint: What pages hold besides tokens.
-        mover: Reads.
+        backend: Reads.
 
     Attributes:
         batch, early_reads: As :class:`~sapwood_worker.core.cache.transfer.reads.Ground` has it.
@@ -152,15 +152,20 @@ class Landing:
     batch, early_reads = _BATCH, 1
 
     def __init__(
-        self, device: LandingDevice, num_pages: int, page_bytes: int, fingerprint: bytes, mover: DeviceMover
+        self,
+        device: ReceivingDevice,
+        num_pages: int,
+        page_bytes: int,
+        fingerprint: bytes,
+        backend: DeviceTransferBackend,
     ) -> None:
         self._device = device
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        self.parts = mover.parts
+        self.parts = backend.parts
         self._fingerprint = fingerprint
-        self._mover = mover
-        self._entries: dict[bytes, _Landed] = {}
+        self._backend = backend
+        self._entries: dict[bytes, _ReceivedPage] = {}
         self._prompts: dict[int, Prompt] = {}
 
     @property
@@ -169,8 +174,8 @@ class Landing:
         return self._device.room.num_takable
 
     def reaches(self, ticket: HandoffTicket) -> bool:
-        """As :meth:`DeviceMover.reaches`."""
-        return self._mover.reaches(ticket)
+        """As :meth:`DeviceTransferBackend.reaches`."""
+        return self._backend.reaches(ticket)
 
     def expect(self, serial: int, prompt: Prompt) -> None:
         """Notes which prompt a request has."""
@@ -196,8 +201,8 @@ class Landing:
         """As :meth:`HostPages.reserve`."""
         new = {name.key.hash: name for name in wanted if name.key.hash not in self._entries}
         pages = self._device.room.take(len(new)).tolist()
-        (launched, _), barrier = self._device.steps(), self._mover.barrier()
-        taken = [_Landed(name, page, after=launched, barrier=barrier) for name, page in zip(new.values(), pages)]  # noqa: B905 - there may be fewer pages
+        (launched, _), barrier = self._device.steps(), self._backend.barrier()
+        taken = [_ReceivedPage(name, page, after=launched, barrier=barrier) for name, page in zip(new.values(), pages)]  # noqa: B905 - there may be fewer pages
         self._entries.update((entry.key.hash, entry) for entry in taken)
         return list(taken)
 
@@ -231,7 +236,7 @@ class Landing:
         for barrier in {self._entry(each).barrier for each in entries}:
             barrier()
         proofs = [entry.key.proof for entry in entries]
-        found = self._mover.read_to_device(ticket, indices, [entry.page for entry in entries], proofs)
+        found = self._backend.read_to_device(ticket, indices, [entry.page for entry in entries], proofs)
         left = [place for place, there in enumerate(found) if there is None]
         for start in range(0, len(left), _THROUGH_HOST):
             self._read_through_host(ticket, indices, entries, left[start : start + _THROUGH_HOST], found)
@@ -247,14 +252,14 @@ class Landing:
     ) -> None:
         """Reads those at some places of a read by way of the host's memory; sets which are what the ticket says."""
         records = [memoryview(np.empty(HEADER_BYTES + self.page_bytes, np.uint8).data) for _ in places]
-        read = self._mover.read(ticket, [indices[place] for place in places], records)
+        read = self._backend.read(ticket, [indices[place] for place in places], records)
         namespace = self._fingerprint.hex()
         good = {
             place: record[HEADER_BYTES:]
             for place, there, record in zip(places, read, records, strict=True)
             if there and verify(record, entries[place].key, namespace)
         }
-        self._mover.fill([entries[place].page for place in good], list(good.values()))
+        self._backend.fill([entries[place].page for place in good], list(good.values()))
         for place in places:
             found[place] = place in good
 
@@ -270,12 +275,12 @@ class Landing:
         assert all(0 < count <= pins.get(page, 0) for page, count in ready.items()), "a page waits for nobody"
         assert pages.keys() == self._device.room.taken, "a page was taken and is not filled"
 
-    def _find(self, key: PageKey) -> _Landed | None:
+    def _find(self, key: PageKey) -> _ReceivedPage | None:
         entry = self._entries.get(key.hash)
         return entry if entry is not None and entry.ready and entry.key.proof == key.proof else None
 
-    def _entry(self, entry: HostPage) -> _Landed:
-        assert isinstance(entry, _Landed)
+    def _entry(self, entry: HostPage) -> _ReceivedPage:
+        assert isinstance(entry, _ReceivedPage)
         return entry
 
     def _drop(self, entries: Iterable[HostPage]) -> None:
@@ -286,7 +291,7 @@ class Landing:
 
 
 # The receiving side of hand-offs: reads the pages of a ticket that this worker lacks into pages of its own
-# (``tiering.py``, :class:`Landing`) while their request waits; announced pages even before it comes, while the source
+# (``tiering.py``, :class:`ReceiveBuffer`) while their request waits; announced pages even before it comes, while the source
 # computes the rest.
 #
 # States of a request with a ticket::
@@ -303,7 +308,7 @@ class Landing:
 READS = 16
 """Reads at a time."""
 PATIENCE_SECONDS = 5.0
-"""How long a request waits for its pages. A source that is gone is noticed sooner, by the mover."""
+"""How long a request waits for its pages. A source that is gone is noticed sooner, by the backend."""
 
 NEWS_SECONDS = 1.5
 """How long announced pages are pinned after the last announcement: as long as a lease that nobody renews."""
@@ -312,7 +317,7 @@ _MEMORY_SECONDS = 30.0
 
 
 @dataclass(slots=True)
-class PullCounters:
+class ReadCounters:
     """What has happened since the start.
 
     Attributes:
@@ -333,7 +338,7 @@ class PullCounters:
 
 
 @dataclass(slots=True, eq=False)
-class _Pull(Arrival):
+class _PendingRead(Arrival):
     """What a request lacks; ``early``: it is not here yet."""
 
     early: bool = False
@@ -374,7 +379,7 @@ class Ground(ArrivalPages, Protocol):
         ...
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], entries: Sequence[HostPage]) -> list[bool]:
-        """Reads pages of a ticket; returns which are what it says. Called from several threads; raises as a mover's."""
+        """Reads pages of a ticket; returns which are what it says. Called from several threads; raises as a backend's."""
         ...
 
     def released(self, serial: int, wanted: Sequence[PageKey]) -> bool:
@@ -382,20 +387,20 @@ class Ground(ArrivalPages, Protocol):
         ...
 
 
-class Pulls:
-    """Pulls under way. Single-threaded but for the reads that its executor runs.
+class PageReads:
+    """Reads under way. Single-threaded but for the reads that its executor runs.
 
     Args:
         ground: Where pages go.
         fingerprint: What this worker's pages hold besides tokens.
         executor: Where reads run.
-        share: The most of the ground's pages that pulls hold at once.
+        share: The most of the ground's pages that reads hold at once.
         clock: Seconds, monotonic.
         counters: Others', to be counted in; None: new ones.
 
     Attributes:
         counters: What has happened so far.
-        arrivals: The pages that are pulled; its ``settle`` ends a pull.
+        arrivals: The pages that are pulled; its ``settle`` ends a read.
         page_bytes: Bytes of a page's content.
     """
 
@@ -406,10 +411,10 @@ class Pulls:
         executor: Executor,
         share: float,
         clock: Callable[[], float],
-        counters: PullCounters | None = None,
+        counters: ReadCounters | None = None,
     ) -> None:
-        self.counters = counters or PullCounters()
-        self.arrivals: Arrivals[_Pull] = Arrivals(ground, share, clock)
+        self.counters = counters or ReadCounters()
+        self.arrivals: Arrivals[_PendingRead] = Arrivals(ground, share, clock)
         self._announced: dict[bytes, _Prompt] = {}
         self._serials = itertools.count(-1, -1)  # below those of requests
         self.page_bytes = ground.page_bytes
@@ -419,7 +424,7 @@ class Pulls:
         """Sources whose pages are of no use here, as was said."""
         self._executor = executor
         self._clock = clock
-        self._due: deque[tuple[_Pull, HandoffTicket, list[int], list[HostPage]]] = deque()
+        self._due: deque[tuple[_PendingRead, HandoffTicket, list[int], list[HostPage]]] = deque()
 
     @property
     def part_bytes(self) -> int:
@@ -440,7 +445,7 @@ class Pulls:
         prompt = self._announced.get(ticket.transfer_id)
         return () if prompt is None else prompt.pages
 
-    def pull(self, serial: int, wanted: list[PageName], first: int, ticket: HandoffTicket) -> bool:
+    def start(self, serial: int, wanted: list[PageName], first: int, ticket: HandoffTicket) -> bool:
         """Reads pages that a new request lacks; returns whether it is to wait until :meth:`poll` names it.
 
         Args:
@@ -451,12 +456,12 @@ class Pulls:
         """
         now, announced = self._clock(), self._announced.pop(ticket.transfer_id, None)
         if announced is None:
-            pull = _Pull([], now, now)
-            self.arrivals.add(serial, pull)
+            pending = _PendingRead([], now, now)
+            self.arrivals.add(serial, pending)
         else:
-            pull = self.arrivals.move(announced.serial, serial)
-        pull.early, pull.deadline = False, now + PATIENCE_SECONDS
-        if not self._begin(pull, wanted, first, ticket) and not self.arrivals.is_reading(pull):
+            pending = self.arrivals.move(announced.serial, serial)
+        pending.early, pending.deadline = False, now + PATIENCE_SECONDS
+        if not self._begin(pending, wanted, first, ticket) and not self.arrivals.is_reading(pending):
             self.counters.fallbacks += bool(wanted) and not (
                 self._fits(ticket) and 0 < len(ticket.page_hashes) <= first
             )
@@ -475,25 +480,25 @@ class Pulls:
         prompt, now = self._announced.get(ticket.transfer_id), self._clock()
         if prompt is None and pages:
             prompt = self._announced[ticket.transfer_id] = _Prompt(next(self._serials), pages, cached)
-            self.arrivals.add(prompt.serial, _Pull([], now, now, early=True))
+            self.arrivals.add(prompt.serial, _PendingRead([], now, now, early=True))
         if prompt is not None:
-            pull = self.arrivals[prompt.serial]
-            pull.deadline = now + NEWS_SECONDS
+            pending = self.arrivals[prompt.serial]
+            pending.deadline = now + NEWS_SECONDS
             first = max(prompt.cached, ticket.first_page)
-            self._begin(pull, prompt.pages[first:], first, ticket)
+            self._begin(pending, prompt.pages[first:], first, ticket)
 
     def lapse(self) -> None:
         """Lets go of announced pages of which nothing was heard for long."""
         now = self._clock()
         for transfer_id, prompt in tuple(self._announced.items()):
-            pull = self.arrivals[prompt.serial]
-            if now >= pull.deadline:
-                self.arrivals.let_go(pull)
-            if now >= pull.deadline + _MEMORY_SECONDS:
+            pending = self.arrivals[prompt.serial]
+            if now >= pending.deadline:
+                self.arrivals.let_go(pending)
+            if now >= pending.deadline + _MEMORY_SECONDS:
                 del self._announced[transfer_id]
                 self.arrivals.settle(prompt.serial)
 
-    def _begin(self, pull: _Pull, wanted: list[PageName], first: int, ticket: HandoffTicket) -> int:
+    def _begin(self, pending: _PendingRead, wanted: list[PageName], first: int, ticket: HandoffTicket) -> int:
         """Begins to read those of ``wanted``, the prompt's pages from the ``first`` on, that a ticket names; returns how many
         that are."""
         hashes = ticket.page_hashes[first - ticket.first_page :]
@@ -501,16 +506,16 @@ class Pulls:
         while count < most and wanted[count].key.hash == hashes[count]:
             count += 1
         wanted = wanted[:count]
-        pull.wanted += wanted
+        pending.wanted += wanted
         # Pages that another request is having read are waited for, not read again.
         entries = self.arrivals.reserve(wanted)
         index_of = {name.key.hash: first + index for index, name in enumerate(wanted)}
         each = self._ground.batch
-        if pull.early:
+        if pending.early:
             each = max(each, min(-(-len(entries) // self._ground.early_reads), ARRIVING_PAGES))
         for start in range(0, len(entries), each):
             batch = entries[start : start + each]
-            self._due.append((pull, ticket, [index_of[entry.key.hash] for entry in batch], batch))
+            self._due.append((pending, ticket, [index_of[entry.key.hash] for entry in batch], batch))
         self._submit()
         return count
 
@@ -528,16 +533,18 @@ class Pulls:
 
     def _submit(self) -> None:
         while self._due and self._ground.writable(self._due[0][3]):
-            pull, ticket, indices, batch = self._due.popleft()
-            done = partial(self._took, pull, batch)
-            self._executor.submit(partial(self._read, pull, ticket, indices, batch), done, urgent=True)
+            pending, ticket, indices, batch = self._due.popleft()
+            done = partial(self._took, pending, batch)
+            self._executor.submit(partial(self._read, pending, ticket, indices, batch), done, urgent=True)
 
     def poll(self) -> list[int]:
         """Takes the ends of reads; returns the requests that need not wait any longer."""
         self._submit()
         self._executor.poll()
         now = self._clock()
-        released = self.arrivals.release(lambda pull: now >= pull.deadline or not self.arrivals.is_reading(pull))
+        released = self.arrivals.release(
+            lambda pending: now >= pending.deadline or not self.arrivals.is_reading(pending)
+        )
         for serial in released:
             wanted = [name.key for name in self.arrivals[serial].wanted]
             self.counters.fallbacks += not self._ground.released(serial, wanted)
@@ -547,9 +554,11 @@ class Pulls:
         """Returns when a read has ended, or after so many seconds."""
         self._executor.wait(seconds)
 
-    def _read(self, pull: _Pull, ticket: HandoffTicket, indices: list[int], batch: list[HostPage]) -> _Read | None:
+    def _read(
+        self, pending: _PendingRead, ticket: HandoffTicket, indices: list[int], batch: list[HostPage]
+    ) -> _Read | None:
         """Reads and checks pages, in a thread of the executor."""
-        if pull.cancelled:
+        if pending.cancelled:
             return None
         began = self._clock()
         log_stage("read begins")
@@ -557,31 +566,31 @@ class Pulls:
         log_stage("read ends")
         return _Read(good, self._clock() - began)
 
-    def _took(self, pull: _Pull, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:
+    def _took(self, pending: _PendingRead, batch: list[HostPage], read: _Read | None, error: Exception | None) -> None:
         good = read.good if read is not None else [False] * len(batch)
-        arrived = self.arrivals.came(pull, batch, good)
+        arrived = self.arrivals.came(pending, batch, good)
         counters = self.counters
         counters.pages += arrived
-        counters.early += arrived if pull.early else 0
+        counters.early += arrived if pending.early else 0
         counters.failures += error is not None
         if read is not None:
             counters.stale += len(batch) - arrived
             counters.seconds += read.seconds
 
 
-# What takes handed-off prompts over: their pages go to the device, where its room and the mover let them, or to the
+# What takes handed-off prompts over: their pages go to the device, where its room and the backend let them, or to the
 # second tier.
 #
 # All pages of a transfer go one way. Those of which the second tier has the beginning go there, too.
 
 
-class Takeover:
-    """Two pulls with one count. Single-threaded but for the reads of their executor, which they share.
+class TransferReceiver:
+    """Two reads with one count. Single-threaded but for the reads of their executor, which they share.
 
     Args:
-        host: Pulls into the second tier.
-        landing: The device's pages that can be filled; None: it cannot.
-        device: Pulls into these.
+        host: Reads into the second tier.
+        receive_buffer: The device's pages that can be filled; None: it cannot.
+        device: Reads into these.
 
     Attributes:
         host: The argument.
@@ -589,9 +598,11 @@ class Takeover:
         page_bytes: Bytes of a page's content.
     """
 
-    def __init__(self, host: Pulls, landing: Landing | None = None, device: Pulls | None = None) -> None:
+    def __init__(
+        self, host: PageReads, receive_buffer: ReceiveBuffer | None = None, device: PageReads | None = None
+    ) -> None:
         self.host = host
-        self._landing = landing
+        self._receive_buffer = receive_buffer
         self._device = device
         self._both = (host,) if device is None else (device, host)
         self.counters = host.counters
@@ -607,7 +618,7 @@ class Takeover:
         """Whether reads are under way."""
         return any(each.busy for each in self._both)
 
-    def pull(self, serial: int, prompt: Prompt, cached: int, found: int, ticket: HandoffTicket) -> bool:
+    def start(self, serial: int, prompt: Prompt, cached: int, found: int, ticket: HandoffTicket) -> bool:
         """Reads pages that a new request lacks; returns whether it is to wait until :meth:`poll` names it.
 
         Args:
@@ -618,9 +629,9 @@ class Takeover:
         """
         if (device := self._suited(ticket, prompt.pages, cached, found)) is not None:
             device[0].expect(serial, prompt)
-            return device[1].pull(serial, prompt.pages[cached:], cached, ticket)
+            return device[1].start(serial, prompt.pages[cached:], cached, ticket)
         first = cached + found
-        return self.host.pull(serial, prompt.pages[first:], first, ticket)
+        return self.host.start(serial, prompt.pages[first:], first, ticket)
 
     def announced(self, ticket: HandoffTicket, pages: list[PageName], cached: int, found: int) -> None:
         """Reads pages that are lacking for a request which is likely to come.
@@ -628,7 +639,7 @@ class Takeover:
         Args:
             ticket: For some of its prompt's pages.
             pages: All of the prompt's; empty if an earlier call for the same transfer had them.
-            cached, found: As for :meth:`pull`, as far as they were asked for.
+            cached, found: As for :meth:`start`, as far as they were asked for.
         """
         device = self._suited(ticket, pages, cached, found)
         (self.host if device is None else device[1]).announced(ticket, pages, cached)
@@ -639,8 +650,8 @@ class Takeover:
 
     def settle(self, serial: int) -> tuple[int, float, float] | None:
         """A request has started or ended; returns as :meth:`Arrivals.settle`."""
-        if self._landing is not None:
-            self._landing.forget(serial)
+        if self._receive_buffer is not None:
+            self._receive_buffer.forget(serial)
         settled = [each.arrivals.settle(serial) for each in self._both]
         return next(filter(None, settled), None)
 
@@ -659,16 +670,20 @@ class Takeover:
 
     def pins(self) -> dict[int, int]:
         """What :meth:`Arrivals.pins` says of the second tier. For tests."""
-        if self._device is not None and self._landing is not None:
-            self._landing.check(self._device.arrivals.pins())
+        if self._device is not None and self._receive_buffer is not None:
+            self._receive_buffer.check(self._device.arrivals.pins())
         return self.host.arrivals.pins()
 
     def _suited(
         self, ticket: HandoffTicket, pages: list[PageName], cached: int, found: int
-    ) -> tuple[Landing, Pulls] | None:
-        landing, device = self._landing, self._device
-        if landing is None or device is None or self.host.knows(ticket):
+    ) -> tuple[ReceiveBuffer, PageReads] | None:
+        receive_buffer, device = self._receive_buffer, self._device
+        if receive_buffer is None or device is None or self.host.knows(ticket):
             return None
         lacking = len(pages) - cached
-        fits = not found and 0 < lacking <= min(landing.room, device.arrivals.room) and landing.reaches(ticket)
-        return (landing, device) if fits or device.knows(ticket) else None
+        fits = (
+            not found
+            and 0 < lacking <= min(receive_buffer.room, device.arrivals.room)
+            and receive_buffer.reaches(ticket)
+        )
+        return (receive_buffer, device) if fits or device.knows(ticket) else None

@@ -20,8 +20,8 @@ from functools import partial
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.transfer import cuda_ipc, in_place, tcp, wire
-from sapwood_worker.core.cache.transfer.backend import MoverError
-from sapwood_worker.core.cache.transfer.leases import HandoffLeases, Lease, PageSource
+from sapwood_worker.core.cache.transfer.backend import TransferError
+from sapwood_worker.core.cache.transfer.leases import Lease, PageSource, TransferLeases
 from sapwood_worker.core.cache.transfer.wire import PageTls
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.handoff import log_stage
@@ -121,7 +121,7 @@ class PageServer:
 
     def serve(
         self,
-        leases: HandoffLeases,
+        leases: TransferLeases,
         pool: HostPool,
         fingerprint: bytes,
         engines: Mapping[wire.Way, Callable[[str], bytes]] | None = None,
@@ -188,7 +188,7 @@ class PageServer:
                 else:
                     with self._encryption(self._tls).wrap_socket(connection, server_side=True) as secured:
                         self._answer_read(secured, stranger)
-        except (OSError, MoverError):  # the asker is gone, or is none
+        except (OSError, TransferError):  # the asker is gone, or is none
             pass
         except Exception:
             logger.exception("a read of handed-off pages failed")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from sapwood_worker.core.cache.transfer.backend import MoverError, PartCount
+from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
 from sapwood_worker.core.cache.transfer.wire import (
     COMING,
@@ -33,8 +33,8 @@ from sapwood_worker.records.handoff import HandoffTicket
 # still was what the ticket says when all of it had been sent. Pages that are coming follow in parts (``wire.py``).
 
 
-class TcpMover:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.PageMover` by asking for all bytes.
+class TcpBackend:
+    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend` by asking for all bytes.
 
     Args:
         tls: Its files; None: plain text.
@@ -106,12 +106,12 @@ _WHERE = struct.Struct("<16sQQ64s")
 """The boot's name, the file's device and inode, its path; zeros: there is none."""
 
 
-class NotSharedError(MoverError):
+class NotSharedError(TransferError):
     """The source's memory cannot be reached from here, now or ever."""
 
 
-class SharedMemoryMover:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.PageMover` within a host.
+class SharedMemoryBackend:
+    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend` within a host.
 
     Args:
         tls: Its files; None: plain text.
@@ -225,16 +225,16 @@ class Sources:
         self._known.add((ticket.source, ticket.epoch))
 
 
-class QuickestMover:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.PageMover`. Each process that gives tickets is asked once
-    whether it shares memory.
+class SameHostBackend:
+    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend`. Asks each process that gives tickets
+    once whether it shares memory.
 
     Args:
         tls: Its files; None: plain text.
     """
 
     def __init__(self, tls: PageTls | None = None) -> None:
-        self._shared, self._tcp = SharedMemoryMover(tls), TcpMover(tls)
+        self._shared, self._tcp = SharedMemoryBackend(tls), TcpBackend(tls)
         self.parts = self._shared.parts = self._tcp.parts
         self._apart = Sources()
 

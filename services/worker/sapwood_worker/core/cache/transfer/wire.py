@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from sapwood_worker.core.cache.storage.record import Sealer
-from sapwood_worker.core.cache.transfer.backend import MoverError, PartCount
+from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket, log_stage
@@ -64,7 +64,7 @@ Way = Literal["tcp", "shm", "nixl", "mooncake", "cuda", "device"]
 YES, NO, LATER, WAIT = b"\1", b"\0", b"\2", b"\3"
 SILENCE_SECONDS = 1.0
 READ_SECONDS = 4.0
-"""The most that a whole read takes; whoever asked waits little longer (``pulls.PATIENCE_SECONDS``)."""
+"""The most that a whole read takes; whoever asked waits little longer (``reads.PATIENCE_SECONDS``)."""
 
 _ASK = struct.Struct("<8s16sQI")
 _INDEX = struct.Struct("<I")
@@ -151,7 +151,7 @@ class Wire:
             self._await()
             content = self._connection.recv(_AHEAD_BYTES)
             if not content:
-                raise MoverError("the other side ended the connection")
+                raise TransferError("the other side ended the connection")
             self._ahead += content
         found = bytes(self._ahead[:count])
         del self._ahead[:count]
@@ -178,7 +178,7 @@ class Wire:
         """Fills a buffer.
 
         Raises:
-            MoverError: The other side ended the connection before, or its time is over.
+            TransferError: The other side ended the connection before, or its time is over.
         """
         known = min(len(self._ahead), len(buffer))
         buffer[:known] = self._ahead[:known]
@@ -188,18 +188,18 @@ class Wire:
             self._await()
             count = self._connection.recv_into(buffer)
             if not count:
-                raise MoverError("the other side ended the connection")
+                raise TransferError("the other side ended the connection")
             buffer = buffer[count:]
 
     def _await(self) -> None:
         """Says what was not said yet: an answer is wanted.
 
         Raises:
-            MoverError: The other side's time is over.
+            TransferError: The other side's time is over.
         """
         self.flush()
         if time.monotonic() > self._until:
-            raise MoverError("it takes too long")
+            raise TransferError("it takes too long")
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def dialled(ticket: HandoffTicket, way: Way, indices: Sequence[int], tls: PageTl
     """A connection to a ticket's source, which has been asked for pages.
 
     Raises:
-        MoverError: There is none; also for whatever breaks while it is used.
+        TransferError: There is none; also for whatever breaks while it is used.
     """
     host, _, port = ticket.source.rpartition(":")
     try:
@@ -219,7 +219,7 @@ def dialled(ticket: HandoffTicket, way: Way, indices: Sequence[int], tls: PageTl
                 wire.ask(Ask(way, ticket.transfer_id, ticket.epoch, list(indices)))
                 yield wire
     except (OSError, ValueError) as error:
-        raise MoverError(f"{ticket.source}: {error}") from error
+        raise TransferError(f"{ticket.source}: {error}") from error
 
 
 # What a source says of the pages of a read: had, not had, or coming, layer by layer, while it still computes them.
@@ -359,11 +359,11 @@ def receive_parts(
     while left:
         (ranges,) = _COUNT.unpack(wire.receive(_COUNT.size))
         if ranges > _MOST_RANGES:
-            raise MoverError("the other side says what cannot be")
+            raise TransferError("the other side says what cannot be")
         parts = list(_RANGE.iter_unpack(wire.receive(ranges * _RANGE.size)))
         size = sum(end - start for start, end in parts)
         if size > left or any(start > end for start, end in parts):
-            raise MoverError("the other side says what cannot be")
+            raise TransferError("the other side says what cannot be")
         for number in range(pages):
             for part in parts:
                 take(number, *part)

@@ -113,4 +113,8 @@ def record_steps(
     alone = options.parallel.tp.size == options.parallel.pp.size == 1
     if not isinstance(ops, CpuOps) or ops.native is None or dtype != torch.float32 or not options.cuda_graphs:
         return None
-    return RecordedSteps(model, ops.native) if alone and model.taps is None and model.config.sparse is None else None
+    return (
+        RecordedSteps(model, ops.native)
+        if alone and model.aux_hidden_states is None and model.config.sparse is None
+        else None
+    )

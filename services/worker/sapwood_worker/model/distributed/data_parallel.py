@@ -16,7 +16,7 @@ _LEAST_SAVED = 8 << 20
 """Bytes of padding that each exchange by itself is to save, at least: about what a link carries while one begins."""
 
 
-class OwnRows:
+class DataParallelRows:
     """Takes rows from the ranks that have them to layers that are split over all ranks, and the layers' sums back.
 
     Each rank sends as many rows as the rank that has most; rows that only pad are not computed. Where few ranks have many rows,

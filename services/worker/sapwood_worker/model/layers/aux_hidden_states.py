@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Taps:
+class AuxiliaryHiddenStates:
     """Takes the inputs of some layers, and stores the features that are made of them, a row for each slot of the cache.
 
     Args:

@@ -14,7 +14,7 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.distributed.all_reduce import AllReduce
 from sapwood_worker.model.distributed.calibration import Trial, as_it_is, time_on_host
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.distributed.shared_parts import OneShot, SharedParts, TwoShot
+from sapwood_worker.model.distributed.shared_memory_all_reduce import OneShot, SharedMemoryAllReduce, TwoShot
 from sapwood_worker.model.distributed.torch_group import TorchGroup
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _on_cpus(group: TorchGroup, name: str, device: torch.device, seconds: float,
     own = {}
     if all(group.exchange(library is not None and hasattr(os, "memfd_create"), bool)):
         assert library is not None
-        parts = SharedParts(group, library, seconds)
+        parts = SharedMemoryAllReduce(group, library, seconds)
         own = {each.name: each(parts) for each in (OneShot, TwoShot)}
     else:
         logger.warning("all-reduce: no compiled library, or no memory that processes share: gloo sums")
@@ -61,16 +61,16 @@ def _on_cpus(group: TorchGroup, name: str, device: torch.device, seconds: float,
 
 
 def _on_gpus(group: TorchGroup, name: str, device: torch.device, seconds: float, own_rows: bool) -> AllReduce:
-    from sapwood_worker.model.distributed import peer_sums  # only CUDA builds of torch have triton
+    from sapwood_worker.model.distributed import peer_all_reduce  # only CUDA builds of torch have triton
 
-    made: list[peer_sums.PeerSum] = []
-    normed: list[peer_sums.PeerNormedSum] = []
+    made: list[peer_all_reduce.PeerSum] = []
+    normed: list[peer_all_reduce.PeerNormedSum] = []
     try:
-        made, normed = peer_sums.make_peer_sums(group, device)
+        made, normed = peer_all_reduce.make_peer_sums(group, device)
     except RuntimeError as error:
         logger.warning("all-reduce: ranks do not reach each other's memory, NCCL sums: %s", error)
     dtypes = (torch.bfloat16, torch.float32)
-    trial = Trial(group, device_ops(device), dtypes, timer=peer_sums.time_on_gpu, replay=peer_sums.captured)
+    trial = Trial(group, device_ops(device), dtypes, timer=peer_all_reduce.time_on_gpu, replay=peer_all_reduce.captured)
     table = trial.choose(name, group.backend, {each.name: each for each in made}, own_rows=own_rows)
     if not own_rows:
         trial.choose_normed(name, table, {each.name: each for each in normed})

@@ -68,7 +68,7 @@ class SharedMeeting:
                     raise RuntimeError(f"rank {late} of {self._size} has not come")
 
 
-class SharedParts:
+class SharedMemoryAllReduce:
     """A place for each rank's part of what they exchange; made by all ranks together.
 
     Each rank has two slots, which take turns. When it writes into a slot again, all have read what it wrote there before: they
@@ -119,7 +119,7 @@ class _SharedSum(ABC):
     name = ""
     most_bytes = math.inf
 
-    def __init__(self, parts: SharedParts) -> None:
+    def __init__(self, parts: SharedMemoryAllReduce) -> None:
         self._parts = parts
 
     def sum(self, x: Tensor) -> None:

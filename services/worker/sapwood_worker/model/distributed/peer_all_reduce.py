@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.contracts import Norm
-from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerSums
+from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerAllReduce
 from sapwood_kernels.ranks.triton_meeting import WAIT_FOREVER
 from sapwood_kernels.ranks.triton_row_exchange import RowExchange
 from sapwood_worker.model.distributed.group import Group
@@ -117,7 +117,7 @@ class _PeerMethod(ABC):
 
     _normed: ClassVar[bool]
 
-    def __init__(self, sums: PeerSums, *, two_shot: bool) -> None:
+    def __init__(self, sums: PeerAllReduce, *, two_shot: bool) -> None:
         self.name = ("two-shot" if two_shot else "one-shot") + ("+norm" if self._normed else "")
         self.most_bytes: float = sums.most_bytes(two_shot=two_shot)
         self._tries = _TRIAL_TRIES
@@ -142,7 +142,7 @@ class PeerSum(_PeerMethod):
 
     _normed = False
 
-    def __init__(self, sums: PeerSums, rows: RowExchange, *, two_shot: bool) -> None:
+    def __init__(self, sums: PeerAllReduce, rows: RowExchange, *, two_shot: bool) -> None:
         super().__init__(sums, two_shot=two_shot)
         self._rows = rows
 
@@ -183,9 +183,9 @@ def make_peer_sums(group: TorchGroup, device: torch.device) -> tuple[list[PeerSu
     """
     unit = PROGRAMS * 16 * group.size
     most = MOST_BYTES // unit * unit
-    num_bytes = PeerSums.region_bytes(most)
+    num_bytes = PeerAllReduce.region_bytes(most)
     memory = PeerMemory(group, num_bytes + RowExchange.region_bytes(most, group.size), device)
-    sums = PeerSums(memory.addresses, group.rank, most, device)
+    sums = PeerAllReduce(memory.addresses, group.rank, most, device)
     rows = RowExchange([each + num_bytes for each in memory.addresses], group.rank, most, device)
     ways = False, True
     return [PeerSum(sums, rows, two_shot=each) for each in ways], [PeerNormedSum(sums, two_shot=each) for each in ways]

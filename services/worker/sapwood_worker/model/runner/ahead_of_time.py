@@ -31,7 +31,7 @@ _NO_MATTER = ("parallel", "model_path", "load_format", "seed", "threads", "kerne
 _SOURCES = Path(sapwood_kernels.__file__).parent
 
 
-class KernelsAhead:
+class AheadOfTimeKernels:
     """Triton's kernels of a model, compiled side by side before anything is captured, where a model starts for the first time.
 
     Args:
@@ -44,7 +44,7 @@ class KernelsAhead:
         self._compilers = compilers
 
     @classmethod
-    def begin(cls, options: RunnerOptions, ops: DeviceOps, cores: int | None = None) -> KernelsAhead | None:
+    def begin(cls, options: RunnerOptions, ops: DeviceOps, cores: int | None = None) -> AheadOfTimeKernels | None:
         """Starts the processes; None: nothing is to be compiled here, or not so.
 
         Args:

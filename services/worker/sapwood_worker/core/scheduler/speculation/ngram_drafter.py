@@ -23,7 +23,7 @@ _ASK_AGAIN = 16
 """Tokens after which the cache is asked again: it knows whole pages, so that little changes from one to the next."""
 
 
-class PrefixDrafter(HostDrafter):
+class NgramDrafter(HostDrafter):
     """Implements :class:`~sapwood_worker.core.scheduler.speculation.drafter.Drafter`.
 
     Args:

@@ -74,8 +74,8 @@ class EventLoop:
       that ends or is aborted in N is still part of N + 1; what N + 1 computes of it is thrown away. Requests with a grammar go
       step by step, because a grammar must see each token before the next. So do steps after a draft.
     - With micro-batches: steps are launched until as many are in flight as :meth:`Scheduler.plans_ahead` allows. Where requests
-      are shared that is one for each micro-batch, and one more if the runner computes by itself; with too few to share it is two, unless
-      prompts are being computed. So all stages of a pipeline compute at the same time, each for other requests.
+      are shared that is one for each micro-batch, and one more if the runner computes by itself; with too few to share it is
+      two, unless prompts are being computed. So all stages of a pipeline compute at the same time, each for other requests.
 
     If the runner fails a step, the requests in it end with an error. An error of the scheduler itself ends the process.
 

@@ -6,13 +6,13 @@
 Workloads, each with batches of several sizes (``WORKLOAD@1/16``: its own):
 
 - ``copy`` edits a long text that its prompt holds; it needs a model that can: the demo model
-- ``edit R`` writes a file of 2048 tokens again, a share of 1 - R of it changed: made-up weights that walk
+- ``edit R`` writes a file of 2048 tokens again, a share of 1 - R of it changed: dummy weights that walk
   (``walking_weights.py``)
 - ``again`` asks what was asked before; ``again 2048``: prompts of so many tokens
 - ``new`` has nothing that could be foreseen
 - ``dial R`` has a drafter that knows the answer and gets a share of 1 - R wrong
 - ``draft R``: the draft model of ``--draft`` or the head of ``--eagle``, whose steps are run and paid for, but what it says is
-  the dial's, as made-up weights agree on nothing
+  the dial's, as dummy weights agree on nothing
 - ``itself`` drafts whatever the draft model says, whatever steps cost: with the model itself all of it must be right
 
 Prints a JSON object a line: on a GPU first what replays of the graphs of the model and of what drafts take; then tokens/s without

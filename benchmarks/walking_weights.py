@@ -1,4 +1,4 @@
-"""Made-up weights whose text can be told: after token t comes t + 1, by a wide margin, whatever the layers compute.
+"""Dummy weights whose text can be told: after token t comes t + 1, by a wide margin, whatever the layers compute.
 
 Plain random weights say what rounding makes of them: a step of another size has other sums in the last bit, some tokens turn out
 different, and nothing that was drafted from the earlier text is right after the first. Here the layers are as random, and take as
@@ -22,7 +22,7 @@ _OUTWEIGHS = 200.0
 
 
 def walk() -> None:
-    """From now on models with made-up weights walk, if their head is a matrix of its own. For this process."""
+    """From now on models with dummy weights walk, if their head is a matrix of its own. For this process."""
     fill = loader.fill_dummy_weights
 
     def walking(slots: WeightSlots, seed: int) -> None:

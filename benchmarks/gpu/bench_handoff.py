@@ -9,7 +9,7 @@ token, which is the answer's second. ``added_first_ms`` is how much longer a pai
 alone, ``added_ms`` how much longer to the second, ``cached_first_ms`` how long the decode worker takes to a token after a prompt
 that it has, ``same_answers`` how many were what the prefill worker generates itself, ``same_pages`` how many of some pages of the
 last prompt are the same in both, byte by byte, ``pull...`` what the decode worker counted, and with ``--stages`` ``stages`` when
-hand-overs come to which stage. Prints one JSON object a line. Without GPUs: ``--device cpu`` and a small model, or
+KV transfers come to which stage. Prints one JSON object a line. Without GPUs: ``--device cpu`` and a small model, or
 ``--worker-module sapwood_testing.worker.fake_worker``.
 """
 
@@ -154,7 +154,7 @@ _STAGE = re.compile(r"handoff stage (.+) at ([0-9.]+)$", re.MULTILINE)
 
 
 class Stages:
-    """When hand-overs come to their stages, as the workers' logs say it.
+    """When KV transfers come to their stages, as the workers' logs say it.
 
     Args:
         logs: Each worker's log, by its role.
@@ -165,7 +165,7 @@ class Stages:
         self._begun: list[tuple[float, float]] = []
 
     def between(self, began: float, ended: float) -> None:
-        """There was a hand-over then, on the monotonic clock."""
+        """There was a KV transfer then, on the monotonic clock."""
         self._begun.append((began, ended))
 
     def gaps(self, role: str, name: str, began: float) -> list[float]:
@@ -177,7 +177,7 @@ class Stages:
 
     def take(self) -> dict[str, float]:
         """For each stage the median of the milliseconds from the request on, of those since the last call; of one that comes more
-        than once in a hand-over the first and the last."""
+        than once in a KV transfer the first and the last."""
         time.sleep(0.2)  # the logs are written by another thread
         found: dict[str, list[float]] = {}
         for role, log in self._logs.items():

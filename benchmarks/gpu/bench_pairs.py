@@ -181,7 +181,7 @@ class Front:
 
 
 def handoff(pair: Pair, say: Say) -> None:
-    """What a hand-over adds."""
+    """What a KV transfer adds."""
     pair.set_roles("prefill", "decode")
     pair.empty_caches()
     for found in measure(*pair.workers, pair.metrics, pair.vocabulary, pair.stages, pair.options):
@@ -321,7 +321,7 @@ def main() -> None:
     )
     parser.add_argument("--lengths", default="1024,8192", help="Tokens of prompts that are handed over.")
     parser.add_argument("--repeats", type=int, default=5, help="Of these of each length.")
-    parser.add_argument("--stages", action="store_true", help="Tell when each stage of a hand-over is reached.")
+    parser.add_argument("--stages", action="store_true", help="Tell when each stage of a KV transfer is reached.")
     parser.add_argument("--scale", type=float, default=1.0, help="By which a mix's lengths are multiplied.")
     parser.add_argument("--logs", type=Path, help="A folder for the services' logs.")
     parser.add_argument("--clients", type=int, default=4, help="Processes of the load generator.")

@@ -143,7 +143,7 @@ def offline(divide: int) -> tuple[list[list[int]], list[int]]:
 
 
 def worker_engine(model: Path, flags: str) -> Engine:
-    """The engine of a worker with these flags, in this process: made-up weights, no text and so no grammars."""
+    """The engine of a worker with these flags, in this process: dummy weights, no text and so no grammars."""
     from bench_engine import Engine
 
     from sapwood_common.settings.config import build_parser, given_settings, load_config

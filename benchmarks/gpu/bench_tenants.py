@@ -3,7 +3,7 @@
     python benchmarks/gpu/bench_tenants.py --model benchmarks/gpu/configs/qwen3-0.6b
     python benchmarks/gpu/bench_tenants.py --url http://127.0.0.1:8000 --vocabulary 262144 --long-tokens 8000
 
-The first form starts router, tokenizer and worker with made-up weights, the second asks what `sapwood up` has started. Prompts
+The first form starts router, tokenizer and worker with dummy weights, the second asks what `sapwood up` has started. Prompts
 are random token ids, greedy, end tokens ignored, streamed over HTTP. Tenants are named by `x-tenant`, or by their keys (`--keys
 A,B,C`).
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All figures of prefill and decode on different workers, which want two GPUs of one host: what a hand-over adds to the time to the
+# All figures of prefill and decode on different workers, which want two GPUs of one host: what a KV transfer adds to the time to the
 # first tokens, how evenly the decode worker generates beside long prompts, and --disaggregate auto beside always and never, for the
 # 8B and the 0.6B shape; side by side where CUDA_VISIBLE_DEVICES, or the machine, has four GPUs. Weights are made up on the device.
 # Each shape has a time limit of its own; JSON lines go to OUT (default: benchmarks/results/gpu-pairs-<date>.jsonl).

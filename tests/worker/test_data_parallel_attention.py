@@ -228,7 +228,7 @@ def test_each_rank_publishes_the_kv_events_of_its_own_cache(tiny_model: Any, tmp
 def test_prompts_are_handed_off_from_ranks_to_ranks(tiny_model: Any, tmp_path: Path) -> None:
     path = tiny_model("deepseek-v3", **SHAPE).path
     prompts = [[3 + (7 + each) * place % 90 for place in range(130)] for each in range(8)]
-    # Half of a rank's host pages are for hand-offs: room for all prompts, since on a busy machine one rank may get more of them.
+    # Half of a rank's host pages are for transfers: room for all prompts, since on a busy machine one rank may get more of them.
     cache = ("--num-pages", "64", "--host-cache-ratio", "2")
     flags = (*cache, "--max-running", "5", "--threads", "1", "--no-structured-output")
     port, ranks = port_of_its_own(), split(2, experts=True)

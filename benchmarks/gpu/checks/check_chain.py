@@ -1,4 +1,4 @@
-"""Whether a head's drafts that graphs chain (``decode_chain.py``) are what the same steps say one by one: made-up weights.
+"""Whether a head's drafts that graphs chain (``decode_chain.py``) are what the same steps say one by one: dummy weights.
 
 Prints a JSON object; exit code 1 if a token of thirty is another, or if nothing was chained on a GPU. 40 s on an H200.
 

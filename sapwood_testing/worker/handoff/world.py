@@ -1,4 +1,4 @@
-"""What a seed decides of a simulated hand-off: sizes, rates, prompts; the time, and what has happened so far."""
+"""What a seed decides of a simulated KV transfer: sizes, rates, prompts; the time, and what has happened so far."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def load_model(
         ops: The operations of the device, where the weights go.
         context_length: Lowers the configuration's ``max_position`` to this, if it is less.
         threads: Tensors read at once.
-        seed: Seed of made-up weights.
+        seed: Seed of dummy weights.
         quantization: The format in which linear layers are quantised once they are loaded.
         stored_weights: ``keep`` keeps what the checkpoint stores in a format that we compute in on this device.
         parallel: The ranks that the model is split over; only this rank's part is read. None: it is not split.
@@ -107,13 +107,13 @@ def load_model(
         source: WeightSource | None = None
         kv_scales: Mapping[int, tuple[float, float]] = {}
         stored: Stored | None = None
-        made_up = headless = False
+        dummy = headless = False
         if path.is_dir():
             family, config = read_hf_config(path)
             eos = read_hf_eos(path, config.vocab_size)
             quantized = read_hf_quantization(path)
             if load_format == "dummy" and in_blocks(quantized):
-                stored, made_up = Stored({}, quantized, str(path)), True
+                stored, dummy = Stored({}, quantized, str(path)), True
             elif load_format == "auto":
                 source = safetensors = SafetensorsSource(path, family, tied=False, fused=family.fused(config))
                 config, headless = settle(config, safetensors, path)
@@ -131,7 +131,7 @@ def load_model(
             raise ConfigError(f"--expert-parallel: {path} has no experts")
         config = _limited(config, context_length)
         linear = LinearMethods(
-            quantization, dtype, ops, stored, widen=stored_weights == "widen", made_up=blocks_of if made_up else None
+            quantization, dtype, ops, stored, widen=stored_weights == "widen", dummy=blocks_of if dummy else None
         )
         loaded: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Runs a model with made-up weights through all kinds of steps, so that all kernels that it needs are compiled.
+"""Runs a model with dummy weights through all kinds of steps, so that all kernels that it needs are compiled.
 
 ``sapwood kernels build`` starts it in a process whose caches are empty folders, as ``python -m sapwood_worker.model.rehearsal``
 with the worker's configuration as JSON on standard input.

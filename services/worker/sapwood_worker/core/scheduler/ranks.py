@@ -40,7 +40,7 @@ class RankPlanner:
 
     Attributes:
         micro_batches, depth: Always 1.
-        handoffs: The ranks' part in hand-offs.
+        handoffs: The ranks' part in KV transfers.
     """
 
     micro_batches = depth = 1

@@ -245,7 +245,7 @@ def end_output(
     )
 
 
-# The scheduler's part in hand-offs: which prompts and pages are offered to other workers, and what is pulled from them.
+# The scheduler's part in KV transfers: which prompts and pages are offered to other workers, and what is pulled from them.
 #
 # A request that hands off ends here with its prompt; its pages are kept for the worker that goes on with it
 # (``leases.py``). There its pages are pulled, if need be before it comes (``reads.py``).

@@ -180,7 +180,7 @@ class Scheduler:
 
     Attributes:
         micro_batches, depth: ``count`` and ``depth`` of :class:`MicroBatches`.
-        handoffs: Its part in hand-offs.
+        handoffs: Its part in KV transfers.
     """
 
     def __init__(

@@ -151,7 +151,7 @@ def _try(group: Group, ways: RowWays, rows: int, ops: DeviceOps, replay: Replay)
 
 
 def _made(x: Tensor, ids: Tensor, weights: Tensor, here: range) -> Tensor:
-    """What made-up experts make of rows: each row times the sum of its weights for the experts that are here."""
+    """What dummy experts make of rows: each row times the sum of its weights for the experts that are here."""
     mine = (ids >= here.start) & (ids < here.stop)
     return x * torch.where(mine, weights, 0.0).sum(1, keepdim=True).to(x.dtype)
 

@@ -62,7 +62,7 @@ class LinearMethods:
         ops: The device's operations.
         stored: What the checkpoint stores; None: nothing is kept.
         widen: Whether formats that a checkpoint's numbers can be read from are not kept, either.
-        made_up: What a checkpoint that there is not is taken to store of each linear layer; None: there is one, or nothing.
+        dummy: What a checkpoint that there is not is taken to store of each linear layer; None: there is one, or nothing.
 
     Attributes:
         used: The formats that layers have; ``none``: the model's dtype.
@@ -82,7 +82,7 @@ class LinearMethods:
         stored: Stored | None = None,
         *,
         widen: bool = False,
-        made_up: Callable[[LinearShape], Mapping[str, StoredTensor]] | None = None,
+        dummy: Callable[[LinearShape], Mapping[str, StoredTensor]] | None = None,
     ) -> None:
         formats = {name: find_part(GROUP, name, FORMATS) for name in part_names(GROUP, FORMATS)}
         asked = find_part(GROUP, quantization, FORMATS)
@@ -99,8 +99,8 @@ class LinearMethods:
         self._keep_table = [(name, each.keep_table) for name, each in formats.items() if each.keep_table is not None]
         self._dtype = dtype
         self._ops = ops
-        self._made_up, self._made = made_up, dict[str, StoredTensor]()
-        self._stored = stored if made_up is None or stored is None else replace(stored, tensors=self._made)
+        self._dummies, self._made = dummy, dict[str, StoredTensor]()
+        self._stored = stored if dummy is None or stored is None else replace(stored, tensors=self._made)
         self.used: set[str] = set()
         self.rounds_layers = self.rounds_head = False
 
@@ -154,8 +154,8 @@ class LinearMethods:
     def _kept(self, shape: LinearShape, formats: Sequence[tuple[str, Keep]] | None = None) -> LinearMethod | None:
         if self._stored is None:
             return None
-        if self._made_up is not None:
-            self._made.update(self._made_up(shape))
+        if self._dummies is not None:
+            self._made.update(self._dummies(shape))
         for name, keep in self._keep if formats is None else formats:
             kept = keep(shape, self._dtype, self._ops, self._stored)
             if kept is not None:

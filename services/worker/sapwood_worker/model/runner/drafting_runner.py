@@ -282,7 +282,7 @@ def accepted(check: Step, computed: Tensor, sampled: Tensor, ops: DeviceOps) -> 
     return (sampled[at] == computed[after]).long().mul(drafted).cumprod(1).sum(1)
 
 
-# Steps of made-up requests that make drafts and check them. They compile and load all that a draft uses: else the first
+# Steps of dummy requests that make drafts and check them. They compile and load all that a draft uses: else the first
 # real draft would, and the scheduler, which measures what drafts cost, would take drafts for expensive.
 
 

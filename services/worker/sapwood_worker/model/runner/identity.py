@@ -33,7 +33,7 @@ def cache_identity(
     """What a page in a store is named after, beside its tokens: runners with the same identity may read each other's pages.
 
     The number of ranks is part of it where another number of ranks would have other weights: scales of a part of a quantised
-    matrix may differ from those of the whole, and made-up weights do.
+    matrix may differ from those of the whole, and dummy weights do.
 
     Args:
         options: The runner's.
@@ -42,12 +42,12 @@ def cache_identity(
         scales: The factors of a float8 cache.
         variants: How rotary positions differ from the model's own.
     """
-    made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
+    dummy = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
     tensor, pipeline = options.parallel.tp.size, options.parallel.pp.size
-    ranks = tensor * pipeline if made_up else 1 if computed in DTYPES else tensor
+    ranks = tensor * pipeline if dummy else 1 if computed in DTYPES else tensor
     parts = (
         model_fingerprint(options.model_path),
-        made_up,
+        dummy,
         computed,
         "" if scales is None else str(scales),
         layout.identity,

@@ -357,7 +357,7 @@ def _pools_of_ranks(pages: int, layout: KVLayout, options: RunnerOptions, parall
     return HostPool(pages, size, own, others=others)
 
 
-# A step of made-up prompts, to see what it takes.
+# A step of dummy prompts, to see what it takes.
 
 
 @torch.inference_mode()

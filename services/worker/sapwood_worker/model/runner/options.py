@@ -41,7 +41,7 @@ class RunnerOptions:
         expert_tuning: Longest seconds in which tiles of experts are measured, on a GPU; 0: they go by a model.
         cuda_graph_max_batch: Most tokens of a captured decode step; None: ``max_running``.
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
-        seed: Seed of made-up weights.
+        seed: Seed of dummy weights.
         attention_backend: As ``attention.registry.choose_backend`` takes it.
         shared_prefix_attention: Whether keys that decodes share are read once for all of them, where the backend can do so and
             it pays.

@@ -269,7 +269,7 @@ def _seconds(call: Callable[[], object], ops: DeviceOps) -> float:
     return (time.perf_counter() - began) / calls
 
 
-# Steps of made-up requests, which tell from how many requests on it pays that the stages of a pipeline compute several
+# Steps of dummy requests, which tell from how many requests on it pays that the stages of a pipeline compute several
 # steps at once (micro_batches), and whether the tokens of such steps are right. For devices that compute while their host goes
 # on.
 
@@ -321,7 +321,7 @@ def try_micro_batches(runner: ModelRunner, pool: DevicePool, parallel: Parallel,
 
 
 class DecodeTrial:
-    """Decodes of made-up requests, each a token after another, which all ranks launch alike.
+    """Decodes of dummy requests, each a token after another, which all ranks launch alike.
 
     Args:
         runner: Launches them.

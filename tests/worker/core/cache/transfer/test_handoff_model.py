@@ -1,4 +1,4 @@
-"""Both ledgers of hand-offs under hypothesis: a worker that keeps pages, one that reads them, and a network that loses, delays,
+"""Both ledgers of KV transfers under hypothesis: a worker that keeps pages, one that reads, and a network that loses, delays,
 reorders, spoils and mixes up what it carries. Nothing here knows torch, gRPC or a socket."""
 
 from __future__ import annotations

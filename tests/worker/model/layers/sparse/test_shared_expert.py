@@ -34,7 +34,7 @@ def context_of(ops: DeviceOps, methods: LinearMethods | None = None, parallel: P
 
 
 def filled(layer: SparseMLP) -> SparseMLP:
-    """With made-up weights, the same for all."""
+    """With dummy weights, the same for all."""
     for name, slot in sorted(layer.weights().items()):
         draw = torch.Generator().manual_seed(sum(map(ord, name)))
         slot.target.copy_(torch.randn(slot.target.shape, generator=draw) / 5)

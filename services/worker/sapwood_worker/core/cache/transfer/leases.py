@@ -1,4 +1,4 @@
-"""The source's side of hand-offs: which prompts are offered, and whose pages are kept for whom until when.
+"""The source's side of KV transfers: which prompts are offered, and whose pages are kept for whom until when.
 
 States of a transfer::
 

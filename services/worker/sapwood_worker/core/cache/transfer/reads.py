@@ -290,15 +290,15 @@ class ReceiveBuffer:
         self._device.room.give_back([entry.page for entry in gone])
 
 
-# The receiving side of hand-offs: reads the pages of a ticket that this worker lacks into pages of its own
+# The receiving side of KV transfers: reads the pages of a ticket that this worker lacks into pages of its own
 # (``tiering.py``, :class:`ReceiveBuffer`) while their request waits; announced pages even before it comes, while the source
 # computes the rest.
 #
 # States of a request with a ticket::
 #
-# (let in) --pages are lacking--> PULLING --all reads have ended------> (starts with what has come; computes the rest) |
-# |-----its patience is over--------^ '--nothing is lacking-----------'-----aborted--> (gone; reads under way end by
-# themselves)
+#     (let in) --pages are lacking--> READING --all reads have ended------> (starts with what has come; computes the rest)
+#        |                               |-----its patience is over--------^
+#        '--nothing is lacking-----------'-----aborted--> (gone; reads under way end by themselves)
 #
 # Announced pages are pinned until the request comes and goes on with them, or until nothing was heard of them for
 # ``NEWS_SECONDS``. What a read brought is checked, and becomes a page of a tier, or is thrown away. Nothing here

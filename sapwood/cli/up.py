@@ -270,7 +270,7 @@ def run_config(arguments: argparse.Namespace) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
     from sapwood.cli.fetch import fetch_models
-    from sapwood.cli.local.checks import check_files, check_ports
+    from sapwood.cli.local.checks import check_files, check_model, check_ports
     from sapwood_common.models.model_files import model_name
     from sapwood_common.network.socket_folder import SocketFolder  # of the services' packages
 
@@ -283,6 +283,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_ports(services)
         check_files(services)
         fetch_models(services)
+        check_model(services)
         terminal = open_terminal(sys.stdout)
         name = services.worker.config.served_model_name or model_name(services.worker.config.model)
         try:
@@ -385,6 +386,7 @@ async def _serve(services: Services, terminal: Terminal, record: Record) -> int:
                 stopping.set()
 
     deaf: list[str] = []
+    ready: list[Any] = []
     stopping = asyncio.Event()
     killing = asyncio.Event()
     cluster = Cluster(services, on_line, terminal.status)
@@ -410,6 +412,7 @@ async def _serve(services: Services, terminal: Terminal, record: Record) -> int:
             f"thread{'s' * (threads != 1)}{' each' * (workers > 1)}, and {services.front} on model {services.worker.config.model}"
         )
         endpoints = await cluster.start()
+        ready.append(endpoints)
         terminal.line(welcome(services, endpoints, time.monotonic() - start))
         secure = services.router.config.tls_cert is not None
         record.answers(f"http{'s' * secure}://{endpoints.http}", endpoints.grpc)
@@ -424,9 +427,9 @@ async def _serve(services: Services, terminal: Terminal, record: Record) -> int:
         raise died
     life.cancel()
     if died is not None:
-        terminal.line(f"{str(died).splitlines()[0].removesuffix('; its last lines:')}: stopping the others")
+        terminal.line(f"{died.what}: stopping the others")
     await cluster.stop()
     if died is not None:
-        raise CliError(str(died), FAILED)
+        raise CliError(str(died) if ready or deaf else f"{died.what}; the lines above say why", FAILED)
     terminal.line("stopped")
     return INTERRUPTED if killing.is_set() else 0

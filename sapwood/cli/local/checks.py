@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import socket
+from ctypes.util import find_library
+from pathlib import Path
 
 from sapwood.cli.errors import REFUSED, CliError
 from sapwood.cli.services import Services
 from sapwood_common.errors import ConfigError
+from sapwood_common.models.gguf_file import GgufError, GgufFile
+from sapwood_common.models.json_file import read_json_object
+from sapwood_common.models.model_files import resolve_model
 from sapwood_common.tenants.api_keys import parse_keys
 from sapwood_net.sockets.listen import is_foreign, why_not
 from sapwood_net.sockets.tls import server_tls
 from sapwood_net.sockets.unix_socket import is_unix
 from sapwood_router.config import RouterConfig
 
+_CUDA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""What the driver makes; the second on Windows' Linux."""
 _PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}
 
 
@@ -51,6 +58,41 @@ def check_ports(services: Services) -> None:
                     f"cannot listen on {host}:{port}: {why_not(error, host)}; choose another with "
                     f"{host_flag if is_foreign(error) else flag}{free}"
                 ) from None
+
+
+def check_model(services: Services) -> None:
+    """Finds what the model's files and the flags alone show to be wrong, without torch; the model has to be here.
+
+    Raises:
+        CliError: There is no CUDA, or attention heads cannot be split over so many ranks.
+    """
+    config = services.worker.config
+    if config.device.startswith("cuda") and find_library("cuda") is None and not any(map(Path.exists, _CUDA)):
+        raise CliError(f"--worker-device {config.device}: no CUDA device is available here", REFUSED)
+    given, ranks = services.worker.given, config.tensor_parallel
+    heads = _attention_heads(given.get("model", config.model), given.get("revision", config.revision))
+    if heads is not None and heads % ranks and not config.data_parallel_attention:
+        raise CliError(
+            f"--tensor-parallel {ranks}: the model has {heads} attention heads, which so many ranks cannot share",
+            REFUSED,
+        )
+
+
+def _attention_heads(model: str, revision: str | None) -> int | None:
+    """None: the files do not say it, or cannot be read; the worker says why."""
+    try:
+        path = resolve_model(model, revision, may_fetch=False)
+        if path.is_dir():
+            raw = read_json_object(path / "config.json")
+            inner = raw.get("text_config")
+            found = {**raw, **(inner if isinstance(inner, dict) else {})}.get("num_attention_heads")
+        else:
+            file = GgufFile(path)
+            found = file.metadata.get(f"{file.metadata.get('general.architecture')}.attention.head_count")
+            file.close()
+    except (ConfigError, GgufError):
+        return None
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def check_files(services: Services) -> None:

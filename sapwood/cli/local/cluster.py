@@ -35,11 +35,16 @@ class Endpoints:
 
 
 class DiedError(CliError):
-    """A service ended by itself; the message has its exit code and last lines."""
+    """A service ended by itself; the message has its exit code and last lines.
+
+    Attributes:
+        what: The first part of the message, for those who have seen the lines.
+    """
 
     def __init__(self, child: Child) -> None:
         last = "".join(f"\n  {line}" for line in child.last_lines) or " (none)"
-        super().__init__(f"{child.name} {_end_of(child)}; its last lines:{last}")
+        self.what = f"{child.name} {_end_of(child)}"
+        super().__init__(f"{self.what}; its last lines:{last}")
 
 
 class Cluster:

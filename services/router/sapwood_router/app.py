@@ -68,8 +68,7 @@ from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.policy_book import PolicyBook
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.replica import TokenizerReplicas
-from sapwood_router.tokenizer.text_stream import TextStreams
-from sapwood_router.tokenizer.tokenizers import Tokenizer, Tokenizers
+from sapwood_router.tokenizer.text_stream import TextStreams, Tokenizer, Tokenizers
 from sapwood_router.transport.backend.spec import backend_at, is_backend
 from sapwood_router.transport.name_lookup import Lookup, addresses_behind, follow_name
 from sapwood_text.output_parser import OutputParser

@@ -12,8 +12,7 @@ from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.routing.index.blocks import BlockIndex
-from sapwood_router.routing.index.hot import HotPrefixes
-from sapwood_router.routing.index.prefixes import PrefixIndex
+from sapwood_router.routing.index.prefixes import HotPrefixes, PrefixIndex
 from sapwood_router.routing.policies.base import REQUEST_TOKENS, Policy, PromptPages
 from sapwood_router.routing.policies.cache_aware import CacheAware
 from sapwood_router.routing.policies.least_load import LeastLoad

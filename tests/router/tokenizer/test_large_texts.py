@@ -8,7 +8,7 @@ import math
 import pytest
 
 from sapwood_common.errors import DeadlineExceededError, ResourceExhaustedError
-from sapwood_router.tokenizer.large_texts import _MOST_WAITING, LARGE, LargeTexts
+from sapwood_router.tokenizer.client import _MOST_WAITING, LARGE, LargeTexts
 
 
 async def test_one_has_its_turn_the_next_after_it_and_few_wait() -> None:

@@ -42,7 +42,7 @@ from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextP
 from sapwood_router.request.validation import check_token_ids, check_truncation
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.tokenizer.client import TokenizerClient
-from sapwood_router.tokenizer.tokenizers import Tokenizers
+from sapwood_router.tokenizer.text_stream import Tokenizers
 from sapwood_router.transport.shared_call import TOKENS_A_MESSAGE
 
 

@@ -59,8 +59,8 @@ from sapwood_router.request.tokens import MANY, pieces
 from sapwood_router.request.validation import check_together, extent
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.routing.policy_book import PolicyBook, Shadowed
-from sapwood_router.tokenizer.large_texts import LargeTexts
-from sapwood_router.tokenizer.tokenizers import Tokenizers
+from sapwood_router.tokenizer.client import LargeTexts
+from sapwood_router.tokenizer.text_stream import Tokenizers
 from sapwood_router.transport.held_tickets import HeldTicket
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from sapwood_router.request.validation import (
     check_truncation,
     check_whole_prompt,
 )
-from sapwood_router.tokenizer.client import EncodedChat, TokenizerClient
-from sapwood_router.tokenizer.convert import to_compile_request
+from sapwood_router.tokenizer.client import EncodedChat, TokenizerClient, to_compile_request
 
 _LONGEST_NOTICE = 300
 

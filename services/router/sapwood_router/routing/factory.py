@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from sapwood_common.plugins import find_part, part_names
 from sapwood_router.routing.index.blocks import BlockIndex
-from sapwood_router.routing.index.hot import HotPrefixes
-from sapwood_router.routing.index.prefixes import PrefixIndex
+from sapwood_router.routing.index.prefixes import HotPrefixes, PrefixIndex
 from sapwood_router.routing.policies.base import Policy
 from sapwood_router.routing.policies.cache_aware import CacheAware
 from sapwood_router.routing.policies.consistent_hash import ConsistentHash

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from sapwood_common.errors import (
     InternalError,
     InvalidArgumentError,
     PromptTooLongError,
+    ResourceExhaustedError,
     SapwoodError,
     UnavailableError,
     UnimplementedError,
@@ -26,12 +28,143 @@ from sapwood_common.packed_tokens import PackedTokens
 from sapwood_common.status import from_rpc_error
 from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork, Stint
 from sapwood_net.pacing.steps import Steps, in_turns
-from sapwood_router.request.context import ChatPrompt, CompiledGrammar, TextPrompt, Turn
+from sapwood_router.request.arguments import whole_arguments
+from sapwood_router.request.context import AnswerGrammar, ChatPrompt, CompiledGrammar, RequestContext, TextPrompt, Turn
 from sapwood_router.request.tokens import MANY, TokenIds, gather, gather_many
-from sapwood_router.tokenizer.convert import to_turns
-from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
 from sapwood_text.vocabulary import TokenTable, Vocabulary
+
+LARGE = 1024 * 1024
+"""Characters of a request's texts from which on it is one of these."""
+_MOST_WAITING = 2
+
+_Waiters = deque[asyncio.Future[None]]
+
+
+class LargeTexts:
+    """The caller whose turn it is."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: OrderedDict[str, _Waiters] = OrderedDict()
+        """By caller, the one first whose turn is next; none of them is empty."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return sum(map(len, self._waiting.values()))
+
+    @asynccontextmanager
+    async def turn(self, caller: str, deadline: float) -> AsyncIterator[None]:
+        """Waits for its turn, and has it as long as this is entered.
+
+        Args:
+            caller: Whose it is.
+            deadline: On the event loop's clock.
+
+        Raises:
+            ResourceExhaustedError: Too many wait already.
+            DeadlineExceededError: It does not come in time.
+        """
+        if self._taken:
+            await self._wait(caller, deadline)
+        self._taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, caller: str, deadline: float) -> None:
+        if self.waiting >= _MOST_WAITING:
+            self._make_room(caller)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await turn
+        except BaseException as error:
+            if not turn.cancelled() and turn.done() and turn.exception() is None:  # its turn came as it left
+                self._pass_on()
+            else:
+                self._forget(caller, turn)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceededError("the deadline passed before it was this request's turn") from None
+            raise
+
+    def _make_room(self, caller: str) -> None:
+        """Refuses the last request of who has the most waiting, or this one if that is its own caller."""
+        most = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        error = ResourceExhaustedError("other large requests wait", retry_after=1.0)
+        if len(self._waiting[most]) <= len(self._waiting.get(caller, ())) + 1:
+            raise error
+        last = self._waiting[most][-1]
+        self._forget(most, last)
+        if not last.done():
+            last.set_exception(error)
+
+    def _forget(self, caller: str, turn: asyncio.Future[None]) -> None:
+        waiters = self._waiting.get(caller)
+        if waiters is not None and turn in waiters:
+            waiters.remove(turn)
+            if not waiters:
+                del self._waiting[caller]
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            caller, waiters = self._waiting.popitem(last=False)
+            turn = waiters.popleft()
+            if waiters:
+                self._waiting[caller] = waiters
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._taken = False
+
+
+def to_grammar(grammar: AnswerGrammar) -> common_pb2.Grammar:
+    """A grammar as a message."""
+    options = common_pb2.GrammarOptions(any_whitespace=grammar.any_whitespace, lenient=grammar.lenient)
+    kind: dict[str, Any] = {grammar.kind: grammar.text}
+    return common_pb2.Grammar(options=options, **kind)
+
+
+def to_compile_request(context: RequestContext) -> tokenizer_pb2.CompileGrammarRequest:
+    """What the tokenizer service is asked to compile for a request whose prompt and parsers are known."""
+    prompt, choice, output = context.prompt, context.tool_choice, context.output
+    request = tokenizer_pb2.CompileGrammarRequest(
+        reasoning_parser=output.reasoning_parser, cache_salt=context.caller.cache_salt
+    )
+    if output.reasoning_open is not None:
+        request.reasoning_open = output.reasoning_open
+    if context.grammar is not None:
+        request.grammar.CopyFrom(to_grammar(context.grammar))
+    if isinstance(prompt, ChatPrompt) and prompt.tools and (choice.required or output.tool_parser):
+        request.tool_calls.tools = prompt.tools
+        request.tool_calls.name = choice.name
+        request.tool_calls.required = choice.required
+        request.tool_calls.parallel = context.parallel_tool_calls and not choice.name
+        request.tool_calls.tool_parser = output.tool_parser
+    return request
+
+
+def to_turns(turns: Sequence[Turn]) -> list[common_pb2.ChatMessage]:
+    """A conversation as messages."""
+    return [
+        common_pb2.ChatMessage(
+            role=turn.role,
+            content=turn.content,
+            name=turn.name,
+            tool_calls=[
+                common_pb2.ToolCall(id=call.id, name=call.name, arguments=whole_arguments(call.arguments))
+                for call in turn.tool_calls
+            ],
+            tool_call_id=turn.tool_call_id,
+            reasoning=turn.reasoning,
+            parts=turn.parts,
+        )
+        for turn in turns
+    ]
+
 
 AnswerT = TypeVar("AnswerT")
 

@@ -4,8 +4,7 @@ from collections import Counter
 
 from sapwood.v1 import router_pb2
 from sapwood_router.routing.index.blocks import BlockIndex, Tier
-from sapwood_router.routing.index.hot import HANDED_SECONDS, MOST_CHAINS, MOST_PAGES, HotPrefixes
-from sapwood_router.routing.index.prefixes import PrefixIndex
+from sapwood_router.routing.index.prefixes import HANDED_SECONDS, MOST_CHAINS, MOST_PAGES, HotPrefixes, PrefixIndex
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.cache_aware import CacheAware
 from sapwood_router.routing.worker_view import WorkerView

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from sapwood_router.routing.factory import PolicyParts, make_policy, policy_names
 from sapwood_router.routing.index.blocks import BlockIndex, Tier
-from sapwood_router.routing.index.hot import HotPrefixes
-from sapwood_router.routing.index.prefixes import PrefixIndex
+from sapwood_router.routing.index.prefixes import HotPrefixes, PrefixIndex
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.cache_aware import CacheAware
 from sapwood_router.routing.policies.least_load import LeastLoad, LeastTokens

@@ -38,6 +38,10 @@ _TO_PROTO = {
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
 }
 
+_TEXT, _MESSAGES, _TOKENS = FieldNames("text"), FieldNames("messages.messages"), FieldNames("tokens.ids")
+"""How clients spell the fields of a request with each kind of prompt."""
+_FREE = ToolChoice()
+
 
 def prompt_of(request: router_pb2.RouterGenerateRequest) -> Steps[tuple[Prompt, FieldNames]]:
     """The prompt of a request, and how to name it in errors.
@@ -63,7 +67,7 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> Steps[tuple[Prompt, 
     match request.WhichOneof("prompt"):
         case "text":
             add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            return TextPrompt(request.text, request.suffix, add_special), FieldNames(prompt="text")
+            return TextPrompt(request.text, request.suffix, add_special), _TEXT
         case "messages":
             turns: list[Turn] = []
             for message in request.messages.messages:
@@ -73,11 +77,11 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> Steps[tuple[Prompt, 
             prompt = ChatPrompt(
                 tuple(turns), tools, request.template_variables, prompted, request.continue_final_message
             )
-            return prompt, FieldNames(prompt="messages.messages")
+            return prompt, _MESSAGES
         case "tokens":
             ids = request.tokens.ids
             tokens = gather(ids) if len(ids) <= MANY else (yield from gather_many(ids))
-            return TokenPrompt(tokens), FieldNames(prompt="tokens.ids")
+            return TokenPrompt(tokens), _TOKENS
         case _:
             raise InvalidArgumentError("no prompt: set text, messages or tokens", field="prompt")
 
@@ -100,6 +104,8 @@ def tool_choice_of(request: router_pb2.RouterGenerateRequest) -> ToolChoice:
         raise InvalidArgumentError(f"there is no tool choice {request.tool_choice}", field="tool_choice")
     free = request.tool_choice in (router_pb2.TOOL_CHOICE_AUTO, router_pb2.TOOL_CHOICE_NONE)
     name = request.tool_choice_function
+    if free and not name:
+        return _FREE
     if name and free:
         raise InvalidArgumentError("a tool is named, but none has to be called", field="tool_choice_function")
     choice = ToolChoice(bool(name) or request.tool_choice == router_pb2.TOOL_CHOICE_REQUIRED, name)

@@ -13,7 +13,7 @@ from sapwood_router.edges.openai.logprobs import prompt_entries
 from sapwood_router.edges.telling import Telling
 from sapwood_router.request.context import ChatPrompt, Delta, Likelihoods, RequestContext, TextPrompt
 from sapwood_router.request.output import Output
-from sapwood_router.tokenizer.tokenizers import Tokenizer
+from sapwood_router.tokenizer.text_stream import Tokenizer
 from sapwood_text.vocabulary import Vocabulary
 
 

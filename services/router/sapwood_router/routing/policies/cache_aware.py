@@ -33,8 +33,7 @@ from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from sapwood_router.routing.index.blocks import BlockIndex
-from sapwood_router.routing.index.hot import HotPrefixes
-from sapwood_router.routing.index.prefixes import Insertion, PrefixIndex
+from sapwood_router.routing.index.prefixes import HotPrefixes, Insertion, PrefixIndex
 from sapwood_router.routing.policies.base import Choice, PromptPages, load_key
 from sapwood_router.routing.shortlist import draw, drawn_by_prefix
 from sapwood_router.routing.worker_view import WorkerView

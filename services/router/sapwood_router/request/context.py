@@ -272,7 +272,7 @@ class Finish(msgspec.Struct, frozen=True):
     stop_token: int | None = None
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """New output and the tokens read for it; ``finish`` is set on the last one only.
 
     ``logprobs``, if asked for, has one for each token; the first ``text_tokens`` of the tokens are no end token. ``index`` says

@@ -45,7 +45,7 @@ class ToolCallDelta(msgspec.Struct):
     arguments: str = ""
 
 
-class Output(msgspec.Struct):
+class Output(msgspec.Struct, gc=False):
     """A piece of an output: more of its text, of its reasoning and of its tool calls."""
 
     text: str = ""
@@ -109,7 +109,7 @@ WINDOW = 256
 """Tokens that may wait for the client, or for the tokenizer, before the worker's stream is read no further."""
 
 
-class OutputChunk(msgspec.Struct):
+class OutputChunk(msgspec.Struct, gc=False):
     """Output that became certain.
 
     Attributes:

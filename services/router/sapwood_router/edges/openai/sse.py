@@ -179,6 +179,10 @@ class TokenChunks(CompletionChunks):
 
     def _output(self, index: int, delta: Delta, logprobs: bytes) -> bytes:
         """The chunk of a delta; tokens that come without text have one too."""
+        if delta.token_ids and not (
+            delta.output.text or logprobs is not NULL or index or self._untold
+        ):  # the usual case
+            return b'%b"","token_ids":%b%b' % (self._usual_head, _encode(delta.token_ids), self._usual_tail)
         if not (delta.token_ids or delta.output.text or logprobs is not NULL):
             return b""
         return self._chunk(index, self._written(index, delta), NULL, logprobs)

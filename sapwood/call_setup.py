@@ -27,8 +27,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def router_address(address: str | None) -> str:
-    """``address``, or the one in SAPWOOD_ROUTER, or :data:`DEFAULT_ADDRESS`."""
-    return address or os.environ.get("SAPWOOD_ROUTER") or DEFAULT_ADDRESS
+    """``address``, or the one in SAPWOOD_ROUTER, or :data:`DEFAULT_ADDRESS`.
+
+    Raises:
+        ValueError: It is the URL of an HTTP port.
+    """
+    found = address or os.environ.get("SAPWOOD_ROUTER") or DEFAULT_ADDRESS
+    if found.startswith(("http://", "https://")):
+        raise ValueError(f"address: {found} is a URL; this takes the router's gRPC address, HOST:PORT")
+    return found
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from sapwood.generation import Options
 from sapwood.v1 import common_pb2, router_pb2
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 _CHOICES = {
     "auto": router_pb2.TOOL_CHOICE_AUTO,
@@ -31,6 +35,8 @@ def build_request(
         ValueError: Not exactly one of the three prompts is given, more than one grammar is, there is no such option, or a value
             is beyond what its field can hold.
         TypeError: A value is of another type than its field.
+
+    Each error names the option.
     """
     unknown = next((name for name in options if name not in Options.__annotations__), None)
     if unknown is not None:
@@ -42,7 +48,10 @@ def build_request(
     tools, variables = options.get("tools"), options.get("template_variables")
     if choice is not None and choice not in _CHOICES:
         raise ValueError(f"tool_choice is one of {', '.join(_CHOICES)}, not {choice!r}")
-    request = router_pb2.RouterGenerateRequest(
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"text: {text!r:.40} is no text")
+    request = _made(
+        router_pb2.RouterGenerateRequest,
         request_id=options.get("request_id", ""),
         model=options.get("model"),
         sampling=_sampling(options),
@@ -71,16 +80,31 @@ def build_request(
     elif messages is not None:
         request.messages.CopyFrom(router_pb2.ChatMessages(messages=[_message(turn) for turn in messages]))
     else:
-        request.tokens.CopyFrom(common_pb2.TokenIds(ids=token_ids))
+        request.tokens.CopyFrom(_made(common_pb2.TokenIds, "token_ids", ids=token_ids))
     return request
+
+
+def _made(cls: type[MessageT], option: str | None = None, /, **given: Any) -> MessageT:
+    """A message. Raises TypeError or ValueError that names the option that is wrong, which is a field's name unless given."""
+    try:
+        return cls(**given)
+    except (TypeError, ValueError):
+        for name, value in given.items():
+            try:
+                cls(**{name: value})
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{option or name}: {value!r:.60} cannot be its value: {error}") from None
+        raise
 
 
 def _sampling(options: Options) -> common_pb2.SamplingParams:
     """The sampling settings among the options, which have the names of the message's fields."""
     given: dict[str, Any] = {name: value for name, value in options.items() if name in _SAMPLING}
-    given["bad_words_ids"] = [common_pb2.TokenIds(ids=ids) for ids in options.get("bad_words_ids") or ()]
+    given["bad_words_ids"] = [
+        _made(common_pb2.TokenIds, "bad_words_ids", ids=ids) for ids in options.get("bad_words_ids") or ()
+    ]
     given["logit_processors"] = [_processor(**call) for call in options.get("logit_processors") or ()]
-    return common_pb2.SamplingParams(**given)
+    return _made(common_pb2.SamplingParams, **given)
 
 
 def _processor(name: str, parameters: Mapping[str, Any] | None = None) -> common_pb2.LogitProcessor:

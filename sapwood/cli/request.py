@@ -152,10 +152,13 @@ def _read_json(flag: str, name: str) -> Any:
 
 
 def open_client(arguments: argparse.Namespace) -> Client:
-    """The client that ``--address`` and ``--timeout`` ask for."""
+    """The client that ``--address`` and ``--timeout`` ask for. Raises CliError."""
     from sapwood.client import Client
 
-    return Client(arguments.address, timeout=arguments.timeout)
+    try:
+        return Client(arguments.address, timeout=arguments.timeout)
+    except ValueError as error:
+        raise CliError(str(error).removeprefix("address: "), UNREACHABLE) from None
 
 
 def request_options(arguments: argparse.Namespace) -> Options:

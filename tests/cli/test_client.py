@@ -119,6 +119,41 @@ def test_what_is_no_message_is_refused_before_it_is_sent(router: Any) -> None:
     assert router.requests == []
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("max_tokens", "x", TypeError),
+        ("temperature", "hot", TypeError),
+        ("logit_bias", {"x": 1}, TypeError),
+        ("stop", 5, TypeError),
+        ("bad_words_ids", [["a"]], TypeError),
+        ("model", 3, TypeError),
+    ],
+)
+def test_a_value_that_its_option_cannot_have_names_the_option(
+    router: Any, option: str, value: Any, error: type[Exception]
+) -> None:
+    with Client(router.address) as client, pytest.raises(error, match=f"^{option}: .* cannot be its value"):
+        client.generate("text", **{option: value})
+    assert router.requests == []
+
+
+def test_a_prompt_that_is_no_text_is_named(router: Any) -> None:
+    number: Any = 5
+    with Client(router.address) as client:
+        with pytest.raises(TypeError, match=r"^text: 5 is no text"):
+            client.generate(number)
+        with pytest.raises(TypeError, match=r"^token_ids: "):
+            client.generate(token_ids=["a"])  # type: ignore[list-item]
+
+
+def test_the_url_of_an_http_port_is_explained() -> None:
+    with pytest.raises(
+        ValueError, match=r"address: http://a:1 is a URL; this takes the router's gRPC address, HOST:PORT"
+    ):
+        Client("http://a:1")
+
+
 def test_an_error_after_some_text_keeps_the_text_and_raises_its_class(router: Any) -> None:
     router.error = errors.ResourceExhaustedError("the queue is full", retry_after=1.5)
     with Client(router.address) as client:
@@ -196,7 +231,8 @@ class OnlyTheBaseInstall:
         allowed = top in sys.stdlib_module_names or top in ("sapwood", "grpc", "google", "cygrpc", "typing_extensions")
         # In the wheel, and they need nothing themselves.
         needs_nothing = (
-            "", ".settings", ".settings.flags", ".contract", ".contract.limits", ".models", ".models.progress", ".python_process"
+            "", ".settings", ".settings.flags", ".contract", ".contract.limits", ".models", ".models.packaged",
+            ".models.progress", ".python_process",
         )
         if not allowed and name.removeprefix("sapwood_common") not in needs_nothing:
             raise ModuleNotFoundError(f"not in the base install: {name}")

@@ -24,7 +24,7 @@ from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.ipc.liveness import Liveness
-from sapwood_worker.records.experts import ExpertLoad
+from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import SumChoices
 

@@ -31,10 +31,10 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.child import spare_the_collector
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.ranks import RankPlanner
+from sapwood_worker.core.scheduler.rank_planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.records.experts import expert_load
+from sapwood_worker.records.expert_load import expert_load
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 

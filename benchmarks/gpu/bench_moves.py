@@ -23,7 +23,7 @@ from commit import measured_commit
 from ranks import Split, leave
 
 from sapwood_worker.core.expert_balancing import ExpertBalancer, ExpertWatch, balance, rank_loads
-from sapwood_worker.records.experts import ExpertMove, home_slots, moved
+from sapwood_worker.records.expert_load import ExpertMove, home_slots, moved
 from sapwood_worker.records.step import LaunchedStep, Step
 
 STEP_TOKENS = 8192

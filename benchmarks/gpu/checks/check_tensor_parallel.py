@@ -37,7 +37,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.group.group_runner import GroupRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.ranks import RankPlanner
+from sapwood_worker.core.scheduler.rank_planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.runner.builder import build_runner

@@ -16,13 +16,13 @@ from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installe
 from sapwood_worker.core.cache.host import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
-from sapwood_worker.core.cache.transfer.backend import TransferBackend
 from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcBackend, ExportedPages
 from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.cache.transfer.mooncake import MooncakeBackend, MooncakeSource
 from sapwood_worker.core.cache.transfer.nixl import NixlBackend, NixlSource
 from sapwood_worker.core.cache.transfer.server import PageServer
 from sapwood_worker.core.cache.transfer.tcp import SameHostBackend, SharedMemoryBackend, TcpBackend
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferBackend
 from sapwood_worker.core.cache.transfer.wire import PageTls
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool, SharedMemory, pool_bytes
 from sapwood_worker.model.pools.peer_pages import OwnPool

@@ -10,16 +10,16 @@ from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
 from sapwood_testing.worker.handoff.world import FINGERPRINT, World
 from sapwood_worker.core.cache.storage.record import header_of
-from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.cuda_ipc import ExportedPages
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
 from sapwood_worker.core.cache.transfer.reads import DeviceTransferBackend
+from sapwood_worker.core.cache.transfer.transfer_backend import PartCount, TransferError
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket
 
 
 class LossyBackend:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend` on a bad day.
+    """Implements :class:`~sapwood_worker.core.cache.transfer.transfer_backend.TransferBackend` on a bad day.
 
     Args:
         world: The simulation's facts.

@@ -13,7 +13,6 @@ from sapwood_testing.worker.handoff.world import FINGERPRINT, VOCAB, World
 from sapwood_testing.worker.storage.fake_storage import FakeExecutor
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host import HostPage, HostPages
-from sapwood_worker.core.cache.transfer.backend import TransferBackend
 from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.cache.transfer.reads import (
     PATIENCE_SECONDS,
@@ -22,6 +21,7 @@ from sapwood_worker.core.cache.transfer.reads import (
     ReceiveBuffer,
     TransferReceiver,
 )
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferBackend
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.tiering import HostGround

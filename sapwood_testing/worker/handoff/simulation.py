@@ -21,8 +21,8 @@ from sapwood_testing.worker.handoff.lossy_mover import LossyBackend
 from sapwood_testing.worker.handoff.simulated_router import SimulatedRouter
 from sapwood_testing.worker.handoff.simulated_worker import SimulatedWorker
 from sapwood_testing.worker.handoff.world import World
-from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.leases import LEASE_SECONDS
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferError
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import RequestOutput
 

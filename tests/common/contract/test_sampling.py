@@ -40,7 +40,7 @@ def test_a_field_is_named_in_few_files() -> None:
         "kernels/sapwood_kernels/sampling/cpu_sampling.py",
         "kernels/sapwood_kernels/sampling/triton_sampling.py",
         "sapwood/cli/request.py",
-        "services/worker/sapwood_worker/front/sglang/convert.py",
+        "services/worker/sapwood_worker/front/sglang/sglang_convert.py",
         "services/worker/sapwood_worker/model/checkpoint/generation_config.py",
     }
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sapwood_worker.core.expert_balancing import ExpertBalancer, balance, rank_loads
-from sapwood_worker.records.experts import ExpertMove, home_slots, moved
+from sapwood_worker.records.expert_load import ExpertMove, home_slots, moved
 
 SKEWED = [1600, 800, 50, 50, 100, 50, 50, 50]
 

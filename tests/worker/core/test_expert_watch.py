@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood_worker.core.expert_balancing import ExpertWatch
-from sapwood_worker.records.experts import ExpertLoad, expert_load
+from sapwood_worker.records.expert_load import ExpertLoad, expert_load
 
 
 def test_balance_is_the_mean_of_the_layers():

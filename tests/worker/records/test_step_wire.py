@@ -29,7 +29,7 @@ from sapwood_worker.model.grammar.backend import TokenMasks
 from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.experts import ExpertMove
+from sapwood_worker.records.expert_load import ExpertMove
 from sapwood_worker.records.step import CacheLoad, Copies, Entry, PageCopy, Step
 from sapwood_worker.records.step_wire import encode, encode_masks, read, read_masks
 

@@ -18,11 +18,11 @@ from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.storage.record import namespace_of, verify
-from sapwood_worker.core.cache.transfer.backend import TransferBackend
 from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcBackend, ExportedPages
 from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.cache.transfer.server import PageServer
 from sapwood_worker.core.cache.transfer.tcp import SameHostBackend, SharedMemoryBackend, TcpBackend
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferBackend
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 from sapwood_worker.model.pools.peer_pages import OwnPool

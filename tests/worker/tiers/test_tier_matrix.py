@@ -24,8 +24,8 @@ from sapwood_testing.worker.model_scheduler import scheduler_for
 from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host import HostPages
-from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, open_connection
+from sapwood_worker.core.cache.storage.store_factory import parse_storage
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler

@@ -16,7 +16,7 @@ from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.grammar.artefact import BUILD_STACK_BYTES
 from sapwood_common.settings.flags import service_flag
 from sapwood_worker.core.observers import Observer
-from sapwood_worker.core.scheduler.ranks import RankPlanner
+from sapwood_worker.core.scheduler.rank_planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.tiering import Tiering, TiersOfRanks, device_report

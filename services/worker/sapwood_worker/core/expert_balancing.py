@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sapwood_worker.core.observers import Observer
 from sapwood_worker.ipc.messages import Step
-from sapwood_worker.records.experts import ExpertLoad, ExpertMove, ExpertPlaces, expert_load, home_slots, moved
+from sapwood_worker.records.expert_load import ExpertLoad, ExpertMove, ExpertPlaces, expert_load, home_slots, moved
 from sapwood_worker.records.step import Step as PlannedStep
 
 # Which ranks a layer's experts are on, and the next change that evens out what the ranks compute.

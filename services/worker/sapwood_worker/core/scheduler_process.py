@@ -29,7 +29,7 @@ from sapwood_worker.core.group.group_runner import DataParallelRunner, GroupRunn
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
 from sapwood_worker.core.observers import AllReduceWatch, CrashDump, Observer, StageLog, StepClock, Watchdog
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
-from sapwood_worker.core.scheduler.ranks import RankPlanner
+from sapwood_worker.core.scheduler.rank_planner import RankPlanner
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.core.tiering import Tiering, TiersOfRanks, measure_token_seconds

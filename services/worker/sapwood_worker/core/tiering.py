@@ -17,11 +17,10 @@ from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host import HostPage, HostPages
 from sapwood_worker.core.cache.page_key import PageKey
 from sapwood_worker.core.cache.storage.backend import ThreadExecutor
-from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, StorageOpener, measure_prefill
 from sapwood_worker.core.cache.storage.record import handoff_namespace, take_good
+from sapwood_worker.core.cache.storage.store_factory import parse_storage
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
-from sapwood_worker.core.cache.transfer.backend import TransferBackend
 from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcBackend, ExportedPages
 from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.cache.transfer.mooncake import MooncakeBackend, MooncakeSource
@@ -29,6 +28,7 @@ from sapwood_worker.core.cache.transfer.nixl import NixlBackend, NixlSource
 from sapwood_worker.core.cache.transfer.reads import READS, PageReads, ReceiveBuffer, TransferReceiver
 from sapwood_worker.core.cache.transfer.server import PageServer
 from sapwood_worker.core.cache.transfer.tcp import SameHostBackend, SharedMemoryBackend, TcpBackend
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferBackend
 from sapwood_worker.core.cache.transfer.wire import PageTls, Way
 from sapwood_worker.ipc.messages import CacheVerb
 from sapwood_worker.model.pools.host_pool import HostPool

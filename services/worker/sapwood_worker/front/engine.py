@@ -42,7 +42,7 @@ from sapwood_worker.ipc.messages import (
     ToScheduler,
     Unpin,
 )
-from sapwood_worker.records.experts import ExpertLoad
+from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.handoff import NO_HANDOFF, Handoff, HandoffTicket
 from sapwood_worker.records.load import Load, TierReport
 from sapwood_worker.records.output import FinishReason, Pooling, RequestOutput, TokenLogprobs

@@ -10,7 +10,7 @@ from functools import partial
 from sapwood_common.telemetry.metrics import MetricSet, OneOf
 from sapwood_common.telemetry.tracing import Span, Tracing
 from sapwood_worker.ipc.liveness import Liveness
-from sapwood_worker.records.experts import ExpertLoad
+from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.load import Load, LoadTime, StepTime
 from sapwood_worker.records.model_info import APART, OVERLAPPED, SUM_METHODS, SUM_SIZES, SumChoices
 from sapwood_worker.records.output import RequestOutput

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.records.experts import ExpertLoad
+from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.handoff import HandoffTicket, log_stage
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load, StepTime, TierReport

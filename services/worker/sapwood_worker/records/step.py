@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.records.experts import ExpertMove
+from sapwood_worker.records.expert_load import ExpertMove
 from sapwood_worker.records.output import Pooling, TokenLogprobs
 
 # Copies of pages between device and host, as the scheduler asks for them and the runner reports them.

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sapwood_worker.records.experts import ExpertMove
+from sapwood_worker.records.expert_load import ExpertMove
 from sapwood_worker.records.step import Copies, Entry, IntArray, LateMasks, Masks, Step
 
 _MAGIC = 0x5345_5453_0004

@@ -20,7 +20,7 @@ from sapwood_worker.core.expert_balancing import ExpertWatch
 from sapwood_worker.core.group.follower import COLLECT, COUNT_EXPERTS, READY, RankReport, follow
 from sapwood_worker.ipc.messages import FromScheduler, Shutdown, Submit, ToScheduler
 from sapwood_worker.ipc.messages import Step as Outputs
-from sapwood_worker.records.experts import ExpertLoad
+from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 from sapwood_worker.records.step_wire import encode

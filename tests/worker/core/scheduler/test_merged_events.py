@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sapwood_common.contract.page_hash import HASH_BYTES
-from sapwood_worker.core.scheduler.ranks import MergedEvents
+from sapwood_worker.core.scheduler.rank_planner import MergedEvents
 from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, split_hashes
 
 CHAINS, LENGTH, TOKENS = 3, 5, 16

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.core.scheduler import ranks as planner_module
+from sapwood_worker.core.scheduler import rank_planner as planner_module
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.ranks import (
+from sapwood_worker.core.scheduler.rank_planner import (
     CONTEXT_TOKENS,
     RankPlanner,
     choose_rank,

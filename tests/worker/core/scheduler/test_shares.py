@@ -17,7 +17,7 @@ from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.scheduler.admission import PATIENCE
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.ranks import RankPlanner
+from sapwood_worker.core.scheduler.rank_planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.step import ModelOutput, Step

@@ -23,8 +23,8 @@ from sapwood_common.errors import UnimplementedError
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.front.convert import to_sampling
 from sapwood_worker.front.served_model import ServedModel
-from sapwood_worker.front.sglang.convert import to_generate
 from sapwood_worker.front.sglang.service import SglangService, tokenizer_bundle
+from sapwood_worker.front.sglang.sglang_convert import to_generate
 from sapwood_worker.records.model_info import ModelInfo
 
 FLAGS = ("--sglang", "--num-pages", "512")

@@ -25,7 +25,7 @@ from sapwood_worker.model.layers.sparse.experts import JoinedExperts
 from sapwood_worker.model.quantization.linear_method import Stored
 from sapwood_worker.model.quantization.registry import LinearMethods
 from sapwood_worker.model.weight_slot import StoredTensor
-from sapwood_worker.records.experts import ExpertMove
+from sapwood_worker.records.expert_load import ExpertMove
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 TOKENS = random.Random(3).choices(range(3, 97), k=41)

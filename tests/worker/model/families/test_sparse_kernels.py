@@ -27,7 +27,7 @@ from sapwood_worker.model.layers.sparse.places import ExpertPlaces, PlacedSum
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.quantization.registry import LinearMethods
-from sapwood_worker.records.experts import ExpertMove
+from sapwood_worker.records.expert_load import ExpertMove
 
 pytest.importorskip("triton", reason="Triton is not installed")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda")

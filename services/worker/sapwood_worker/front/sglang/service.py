@@ -29,7 +29,7 @@ from sapwood_common.models.model_files import resolve_model
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.service import WorkerService
-from sapwood_worker.front.sglang.convert import Answers, to_embed, to_generate, to_kv_batch
+from sapwood_worker.front.sglang.sglang_convert import Answers, to_embed, to_generate, to_kv_batch
 
 SERVICE = "sglang.grpc.scheduler.SglangScheduler"
 UNCOUNTED = frozenset({f"/{SERVICE}/SubscribeKvEvents"})

@@ -33,7 +33,7 @@ from sapwood_worker.model.layers.norm import (
 )
 from sapwood_worker.model.layers.rotary import Angles, NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
-from sapwood_worker.records.experts import ExpertMove
+from sapwood_worker.records.expert_load import ExpertMove
 
 
 def self_attention(config: ModelConfig, index: int, context: LayerContext) -> Attention | LatentAttention:

@@ -27,7 +27,7 @@ from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows, DraftedTo
 from sapwood_worker.model.runner.pooling import pool_chunk
 from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import Distribution, Logprobs, SampledTokens, TokenSampler, join
-from sapwood_worker.records.experts import ExpertMove
+from sapwood_worker.records.expert_load import ExpertMove
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, TokenLogprobs
 from sapwood_worker.records.step import (

@@ -18,11 +18,11 @@ from sapwood_testing.worker.storage.mooncake_cluster import mooncake_is_installe
 from sapwood_worker.core.cache.page_key import PageChain, PageKey
 from sapwood_worker.core.cache.storage.backend import StorageError, ThreadExecutor
 from sapwood_worker.core.cache.storage.connection import NEVER, CircuitBreaker
-from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.file import FileStorage
 from sapwood_worker.core.cache.storage.mooncake_store import MooncakeOptions, MooncakeStorage
 from sapwood_worker.core.cache.storage.opener import break_even
 from sapwood_worker.core.cache.storage.record import namespace_of, seal, verify
+from sapwood_worker.core.cache.storage.store_factory import parse_storage
 from sapwood_worker.model.pools.host_pool import HostPool, available_memory, host_pool_pages
 from sapwood_worker.model.pools.page_movers import record_addresses
 

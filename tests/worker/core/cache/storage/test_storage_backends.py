@@ -21,8 +21,8 @@ from sapwood_testing.worker.storage.mooncake_cluster import MooncakeCluster
 from sapwood_testing.worker.storage.object_store import ObjectStoreServer
 from sapwood_worker.core.cache.page_key import PageKey
 from sapwood_worker.core.cache.storage.backend import StorageBackend, StorageError
-from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.record import namespace_of, object_name, seal, verify
+from sapwood_worker.core.cache.storage.store_factory import parse_storage
 from sapwood_worker.model.pools.host_pool import HostPool
 
 SPACE = namespace_of("model", 16)

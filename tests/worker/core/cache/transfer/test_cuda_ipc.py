@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from sapwood_testing.worker.handoff.kept_pages import BYTES, Kept
 from sapwood_testing.worker.handoff.process_memory import ProcessMemory
-from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.cuda_ipc import CudaIpcBackend
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferError
 from sapwood_worker.model.pools.peer_pages import PeerPool
 
 

@@ -19,9 +19,9 @@ from sapwood_testing.worker.storage.fake_storage import FakeExecutor
 from sapwood_worker.core.cache.host import HostPages
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.record import header_of, namespace_of
-from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.cache.transfer.reads import NEWS_SECONDS, PATIENCE_SECONDS, PageReads
+from sapwood_worker.core.cache.transfer.transfer_backend import PartCount, TransferError
 from sapwood_worker.core.tiering import HostGround
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 from sapwood_worker.records.handoff import HandoffTicket

@@ -20,9 +20,9 @@ from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.handoff.kept_pages import ALL, BYTES, ENGINES, MOVERS, PAGES, Kept
 from sapwood_worker.core.cache.page_key import PageChain
 from sapwood_worker.core.cache.transfer import leases, server, tcp, wire
-from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.server import PageServer
 from sapwood_worker.core.cache.transfer.tcp import NotSharedError, SharedMemoryBackend, TcpBackend
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferError
 from sapwood_worker.core.cache.transfer.wire import PageTls
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
 
 from sapwood_worker.core.cache.transfer import in_place
-from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.nixl import NixlBackend
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferError
 from sapwood_worker.model.pools.host_pool import HostPool
 
 

@@ -11,7 +11,7 @@ from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.core.expert_balancing import ExpertBalancer
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
-from sapwood_worker.records.experts import ExpertMove, moved
+from sapwood_worker.records.expert_load import ExpertMove, moved
 
 TOKENS = [3 + i * 7 % 90 for i in range(23)]
 

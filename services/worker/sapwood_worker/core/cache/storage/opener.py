@@ -19,8 +19,8 @@ import numpy as np
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.cache.storage.backend import StorageBackend, StorageError, ThreadExecutor
 from sapwood_worker.core.cache.storage.connection import NEVER, Connection
-from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.record import page_namespace
+from sapwood_worker.core.cache.storage.store_factory import parse_storage
 from sapwood_worker.core.cache.storage.tier import StorageTier
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, SCRATCH_PAGES, HostPool
 from sapwood_worker.records.step import Entry, Runner, Step

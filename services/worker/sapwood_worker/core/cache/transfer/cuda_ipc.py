@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
 from sapwood_worker.core.cache.transfer.tcp import SameHostBackend, Sources, boot_name
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferError
 from sapwood_worker.core.cache.transfer.wire import (
     COMING,
     YES,

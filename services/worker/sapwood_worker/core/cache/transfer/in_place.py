@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferError
 from sapwood_worker.core.cache.transfer.wire import (
     NO,
     SILENCE_SECONDS,
@@ -72,7 +72,7 @@ def read_in_place(
 
     Args:
         wire: A connection on which pages were asked for.
-        ticket, indices, buffers: As in :meth:`~sapwood_worker.core.cache.transfer.backend.TransferBackend.read`.
+        ticket, indices, buffers: As in :meth:`~sapwood_worker.core.cache.transfer.transfer_backend.TransferBackend.read`.
         move: Takes what the source's engine says of itself, the pieces of memory to fill here, and those to read there. When it
             returns, or raises TransferError, nothing is written any more.
 

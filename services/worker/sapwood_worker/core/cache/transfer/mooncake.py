@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.in_place import Piece, Room, read_in_place, refuse_tls, wait_until_over
+from sapwood_worker.core.cache.transfer.transfer_backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.wire import PageTls, Wire, dialled
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.handoff import HandoffTicket
@@ -69,7 +69,7 @@ class MooncakeSource:
 
 
 class MooncakeBackend:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend`.
+    """Implements :class:`~sapwood_worker.core.cache.transfer.transfer_backend.TransferBackend`.
 
     Args:
         tls: Must be None: Mooncake sends pages as they are.

@@ -15,8 +15,8 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.storage.nixl_store import nixl_library
-from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.in_place import Piece, Room, read_in_place, refuse_tls, wait_until_over
+from sapwood_worker.core.cache.transfer.transfer_backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.wire import PageTls, Wire, dialled
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.handoff import HandoffTicket
@@ -83,7 +83,7 @@ class _Remote:
 
 
 class NixlBackend:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend`.
+    """Implements :class:`~sapwood_worker.core.cache.transfer.transfer_backend.TransferBackend`.
 
     Args:
         tls: Must be None: NIXL sends pages as they are.

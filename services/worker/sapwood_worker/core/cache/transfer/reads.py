@@ -18,7 +18,7 @@ from sapwood_worker.core.cache.page_key import PageKey, PageName
 from sapwood_worker.core.cache.pages import PageIds
 from sapwood_worker.core.cache.storage.backend import Executor
 from sapwood_worker.core.cache.storage.record import verify
-from sapwood_worker.core.cache.transfer.backend import PartCount, TransferBackend
+from sapwood_worker.core.cache.transfer.transfer_backend import PartCount, TransferBackend
 from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES, HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket, log_stage
 

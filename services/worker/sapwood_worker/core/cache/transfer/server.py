@@ -20,8 +20,8 @@ from functools import partial
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.core.cache.transfer import cuda_ipc, in_place, tcp, wire
-from sapwood_worker.core.cache.transfer.backend import TransferError
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource, TransferLeases
+from sapwood_worker.core.cache.transfer.transfer_backend import TransferError
 from sapwood_worker.core.cache.transfer.wire import PageTls
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.handoff import log_stage

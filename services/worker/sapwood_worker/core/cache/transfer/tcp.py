@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
+from sapwood_worker.core.cache.transfer.transfer_backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.wire import (
     COMING,
     LATER,
@@ -34,7 +34,7 @@ from sapwood_worker.records.handoff import HandoffTicket
 
 
 class TcpBackend:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend` by asking for all bytes.
+    """Implements :class:`~sapwood_worker.core.cache.transfer.transfer_backend.TransferBackend` by asking for all bytes.
 
     Args:
         tls: Its files; None: plain text.
@@ -111,7 +111,7 @@ class NotSharedError(TransferError):
 
 
 class SharedMemoryBackend:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend` within a host.
+    """Implements :class:`~sapwood_worker.core.cache.transfer.transfer_backend.TransferBackend` within a host.
 
     Args:
         tls: Its files; None: plain text.
@@ -226,8 +226,9 @@ class Sources:
 
 
 class SameHostBackend:
-    """Implements :class:`~sapwood_worker.core.cache.transfer.backend.TransferBackend`. Asks each process that gives tickets
-    once whether it shares memory.
+    """Implements :class:`~sapwood_worker.core.cache.transfer.transfer_backend.TransferBackend`.
+
+    Asks each process that gives tickets once whether it shares memory.
 
     Args:
         tls: Its files; None: plain text.

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from sapwood_worker.core.cache.storage.record import Sealer
-from sapwood_worker.core.cache.transfer.backend import PartCount, TransferError
 from sapwood_worker.core.cache.transfer.leases import Lease, PageSource
+from sapwood_worker.core.cache.transfer.transfer_backend import PartCount, TransferError
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket, log_stage
 

@@ -18,7 +18,7 @@ from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces, PlacedSum
 from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
-from sapwood_worker.records.experts import ExpertMove
+from sapwood_worker.records.expert_load import ExpertMove
 
 
 class Experts(Layer):

@@ -16,7 +16,7 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.weight_slot import Span
-from sapwood_worker.records.experts import ExpertMove, home_slots, moved
+from sapwood_worker.records.expert_load import ExpertMove, home_slots, moved
 
 
 class ExpertPlaces:

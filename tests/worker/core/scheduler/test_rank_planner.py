@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.core.scheduler import ranks as planner_module
+from sapwood_worker.core.scheduler import rank_planner as planner_module
 from sapwood_worker.core.scheduler.config import SchedulerConfig
-from sapwood_worker.core.scheduler.ranks import RankPlanner
+from sapwood_worker.core.scheduler.rank_planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.results import Handoffs
 from sapwood_worker.core.scheduler.scheduler import Scheduler

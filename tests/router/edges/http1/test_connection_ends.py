@@ -24,6 +24,15 @@ async def test_a_head_that_does_not_come_to_its_end_is_given_up(serve, before) -
         assert await client.rest() == b""
 
 
+async def test_a_client_that_speaks_tls_is_refused_at_once(serve) -> None:
+    async with serve(head_seconds=600) as site:
+        client = await site.connect()
+        client.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500))
+        status, _, body = await client.answer()
+        assert (status, body) == (400, b"this port speaks HTTP without TLS: the URL begins with http://\n")
+        assert await client.rest() == b""
+
+
 async def test_idle_connections_are_closed_after_their_time_and_make_room_for_others(serve, wait_until) -> None:
     assert KEEP_ALIVE > 600  # longer than those in front keep theirs
     async with serve(keep_alive=0.05) as site:

@@ -81,6 +81,11 @@ WRONG = [
         ("/v1/chat/completions", {"prompt": "a"}, "'prompt'; /v1/completions takes it"),
         ("/v1/chat/completions", {"messages": [], "quux": 1}, "unknown parameter: 'quux'"),
         (
+            "/v1/chat/completions",
+            {"messages": [], "functions": [{"name": "f"}]},
+            "functions is not supported: use tools",
+        ),
+        (
             "/v1/completions",
             {"prompt": "a", "stream": True, "stream_options": {"includes_usage": True}},
             "'stream_options.includes_usage'; did you mean 'include_usage'?",

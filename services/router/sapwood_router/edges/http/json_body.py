@@ -25,6 +25,8 @@ _MOST_EXPLAINED = 64 * 1024
 
 _NOTHING: tuple[Any, ...] = ("", False, [], {})
 """Values that ask for nothing, besides null."""
+_INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+"""What parameters that OpenAI has given up became."""
 _LONGEST_COMPARED = 40
 """Characters up to which an unknown name is compared with the known ones, which takes most of a millisecond."""
 _MOST_COMPARED = 8
@@ -116,7 +118,8 @@ def convert(
             if left_out is not None and name in spared:
                 left_out.parameter(prefix + name, lambda: "")
             else:
-                raise InvalidArgumentError(f"{prefix}{name} is not supported", field=prefix + name)
+                instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+                raise InvalidArgumentError(f"{prefix}{name} is not supported{instead}", field=prefix + name)
         elif name not in ignored:
             shown = prefix + _printable(name)
             if left_out is None or shown in _OF_OTHERS:

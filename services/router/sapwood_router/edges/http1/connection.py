@@ -31,6 +31,8 @@ _MOST_REFUSED = 32 * 1024 * 1024
 """The same after a refused body: its client mostly sends all of it before it reads the answer."""
 _MOST_PIECES, _PIECE_SECONDS = 4, 0.02
 """A head that has come in more pieces is read on as seldom: a byte each costs as much as a whole head."""
+_TLS_HANDSHAKE = 0x16
+"""The first byte of a client that speaks TLS."""
 _END_OF_LINE, _EMPTY_LINE = b"\r\n", b"\r\n\r\n"
 _PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 
@@ -254,7 +256,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             return False
         if not whole:
             if begin < len(data):
-                self._take_piece()
+                if data[begin] == _TLS_HANDSHAKE:  # its end would never come: it waits for an answer
+                    self._refuse(HttpError(400, "this port speaks HTTP without TLS: the URL begins with http://"))
+                else:
+                    self._take_piece()
             return False
         self._pieces = 0
         self._timer.stop()

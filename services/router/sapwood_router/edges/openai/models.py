@@ -32,7 +32,8 @@ def get_model(contexts: Mapping[str, int], created: int, model: str) -> bytes:
     for item in _objects(contexts, created):
         if item["id"] == model:
             return msgspec.json.encode(item)
-    raise NotFoundError(f"there is no model {model!r}", field="model")
+    known = ", ".join(sorted(contexts)) or "none"
+    raise NotFoundError(f"there is no model {model[:100]!r}; there is {known}", field="model")
 
 
 def _objects(contexts: Mapping[str, int], created: int) -> list[dict[str, Any]]:

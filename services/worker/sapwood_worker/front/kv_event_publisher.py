@@ -40,6 +40,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.socket_folder import SocketFolder
+from sapwood_common.network.stream_servers import ends_with_loop
 from sapwood_common.secret_file import warn_of_readers
 from sapwood_net.sockets.listen import listen
 from sapwood_net.sockets.newcomers import source
@@ -464,7 +465,10 @@ class Door:
         self._loop.run_until_complete(self._serve())
 
     async def _serve(self) -> None:
-        servers = [await asyncio.start_server(partial(self._let_in, way), sock=way.listener) for way in self._ways]
+        servers = [
+            await asyncio.start_server(ends_with_loop(partial(self._let_in, way)), sock=way.listener)
+            for way in self._ways
+        ]
         while not self._stopping:
             await self._news.wait()
             self._news.clear()

@@ -26,6 +26,7 @@ from sapwood_common.network.keyed_ways import (
     listen,
 )
 from sapwood_common.network.socket_folder import SocketFolder
+from sapwood_common.network.stream_servers import ends_with_loop
 from sapwood_common.serving.stop_signal import stop_signal
 from sapwood_common.telemetry.logs import announce
 from sapwood_net.pacing.silence import Silence
@@ -345,7 +346,7 @@ class Nodes:
             ConfigError: It cannot.
         """
         try:
-            self._server = await asyncio.start_server(self._serve, self.host, self._port)
+            self._server = await asyncio.start_server(ends_with_loop(self._serve), self.host, self._port)
         except OSError as error:
             raise ConfigError(f"--rendezvous {self.host}:{self._port}: cannot listen there: {error}") from error
         logger.info("waiting for %d more nodes at %s:%d", self._nnodes - 1, self.host, self._port)
@@ -594,7 +595,7 @@ class StoreTunnel:
 
     async def start(self) -> int:
         """Listens; returns the port."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(ends_with_loop(self._serve), "127.0.0.1", 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 

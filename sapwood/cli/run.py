@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from sapwood.cli import chat
-from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
+from sapwood.cli import chat, up
+from sapwood.cli.errors import EXIT_CODES, CliError
 from sapwood.cli.request import add_request_options, add_structure_options
 from sapwood.cli.terminal import open_terminal
 
@@ -32,22 +32,23 @@ def configure(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns the exit code, raises CliError."""
-    from sapwood.embedded.server import Server
-    from sapwood.errors import InvalidArgumentError, SapwoodError
+    from sapwood.cli.fetch import fetch_models
+    from sapwood.cli.local.background import BackgroundCluster
+    from sapwood.errors import SapwoodError
 
+    services = up.services_of(["--workers", "1", "--ports", "auto", "--model", arguments.name])
+    fetch_models(services)
+    background = BackgroundCluster(services, None)
     terminal = open_terminal(sys.stderr)
     try:
-        terminal.status(f"starting {arguments.name}")
-        server = Server(arguments.name, workers=1).start()
-    except InvalidArgumentError as error:
-        raise CliError(str(error), REFUSED) from None
-    except SapwoodError as error:
-        raise CliError(str(error)) from None
-    finally:
-        terminal.status("")
-        terminal.close()
-    try:
-        arguments.address, arguments.model = server.grpc_address, None
+        try:
+            terminal.status(f"starting {arguments.name}")
+            arguments.address, arguments.model = background.start().grpc, None
+        finally:
+            terminal.status("")
+            terminal.close()
         return chat.run(arguments, " ".join(arguments.question))
+    except SapwoodError as error:
+        raise CliError(error.message) from None
     finally:
-        server.close()
+        background.stop()

@@ -261,6 +261,13 @@ def _add_flags(parser: argparse.ArgumentParser, *, with_services: bool) -> None:
         add_service_flags(parser)
 
 
+def services_of(words: list[str]) -> Services:
+    """The services that these flags ask for. Raises CliError."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    _add_flags(parser, with_services=True)
+    return _services(parser.parse_args(words))
+
+
 def run_config(arguments: argparse.Namespace) -> int:
     """Prints the cluster; returns the exit code, raises CliError."""
     print(shown_services(_services(arguments), everything=arguments.all), end="")

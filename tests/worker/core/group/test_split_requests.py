@@ -48,7 +48,7 @@ class Asking:
 
     def __init__(self, most: int = 16, **flags: Any) -> None:
         self._most = most
-        self._flags = {"max_running": 9, "max_step_tokens": 64, **flags}
+        self._flags = {"max_running": 9, "max_step_tokens": 64, "step_ms": 0, **flags}
         self.steps: Counter[int] = Counter()
         self.requests: list[int] = []
         self.retractions, self.exchanged = 0, 1.0
@@ -178,7 +178,7 @@ def test_ranks_replay_graphs_of_one_size_and_answer_as_one_process_does(
     for mine, other in zip(theirs, alone, strict=True):
         mine.assert_is(other)
     first, second = sizes.values()
-    assert first == second and len({*first}) > 2
+    assert first == second and len({*first}) > 1
     assert group.steps[1] > 0, "a rank was idle while the other replayed"
     for runner, told in padded.items():
         assert runner._own_rows is not None

@@ -51,8 +51,8 @@ def configure(verbs: Any) -> None:
     explain = _add(route_actions, "explain", "show where a text would go, and why", _explain)
     explain.add_argument("text", metavar="TEXT", help="the prompt")
     explain.add_argument("--model", metavar="NAME", help="The model asked for, where there are several.")
-    explain.add_argument("--session-id", metavar="ID", help="What consistent_hash goes by.")
-    explain.add_argument("--tenant", metavar="NAME", help="Whose the prompt is, where the router asks for no API keys.")
+    explain.add_argument("--session-id", metavar="ID", help="The session id that the policy consistent_hash hashes.")
+    explain.add_argument("--tenant", metavar="NAME", help="The prompt's tenant, if the router requires no API keys.")
     for place in (groups, verbs):
         top.add_flags(_add(place, "top", "watch the router and its workers", _top))
 

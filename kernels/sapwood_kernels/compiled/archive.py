@@ -121,7 +121,7 @@ def unpack(archive: Path, triton: Path, flashinfer: Path) -> Contents:
         How many were new.
 
     Raises:
-        ValueError: The file is damaged, or holds what it must not; names it.
+        ValueError: The file is damaged, or holds an entry that is not allowed; the error names the file or entry.
         OSError: A folder cannot be written.
     """
     new = []

@@ -38,10 +38,10 @@ USUAL_METRICS_PORT = 9161
 
 
 async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
-    """Runs a worker until it is told to stop; on a host other than the first of its group, the ranks there.
+    """Runs a worker until it is stopped; on a host other than the first of its group, runs the ranks there.
 
     It listens at once, but is healthy, and says that it is listening, when the model is loaded. A scheduler that dies is started
-    anew, after a pause if that happens again and again.
+    again, after a pause if that happens again and again.
 
     Args:
         config: The configuration.

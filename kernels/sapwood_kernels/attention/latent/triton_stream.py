@@ -61,7 +61,7 @@ def _fill(
     query, stored, indptr, lengths, pages, latent, turned, q_latent, q_turned, ready, free, begin, end, request, block, length,
     HEADS: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, PAGE_ROWS: gl.constexpr, STAGES: gl.constexpr, BEGIN: gl.constexpr,
 ):  # fmt: skip
-    """Fills the ring: a warp's part of a program."""
+    """Loads pages of the cache into the ring of buffers in shared memory; one warp of each program does this."""
     own = gl.load(indptr + request)
     turn = 0
     asked, fresh = 0, 1

@@ -1,8 +1,9 @@
 """Looks at messages with their descriptors, without parsing them.
 
 protobuf's parser only says "Error parsing message": :func:`find_invalid_utf8` finds the first string field that is not UTF-8, so
-that the error can name it. And it parses whatever comes: 16 MB of empty fields take 0.2 s, and 400 MB. :func:`count_fields` tells
-before. Both look at a bounded number of fields: a megabyte of them would take a second.
+that the error can name it. It also parses messages of any size: 16 MB of empty fields take 0.2 s and 400 MB of memory.
+:func:`count_fields` counts fields beforehand. Both functions look at a bounded number of fields: a megabyte of them would take a
+second.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 _MOST_LOOKED_AT = 4096
-"""Fields of each message among which the one at fault is looked for."""
+"""The most fields of a message that are searched for the faulty one."""
 
 
 def count_fields(raw: bytes, descriptor: Descriptor, most: int) -> int:

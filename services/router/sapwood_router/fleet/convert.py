@@ -18,7 +18,7 @@ from sapwood_router.transport.held_tickets import HeldTicket
 
 
 class WorkerOutput(msgspec.Struct):
-    """One message's news of a request.
+    """What one message from a worker adds to a request.
 
     Attributes:
         token_ids: New tokens; an end token is among them.

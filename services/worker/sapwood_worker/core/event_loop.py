@@ -73,7 +73,7 @@ class EventLoop:
     - Overlapped: the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. A request
       that ends or is aborted in N is still part of N + 1; what N + 1 computes of it is thrown away. Requests with a grammar go
       step by step, because a grammar must see each token before the next. So do steps after a draft.
-    - With micro-batches: steps are launched until as many are in flight as :meth:`Scheduler.plans_ahead` allows. Where requests
+    - With micro-batches: steps are launched until :meth:`Scheduler.plans_ahead` steps are in flight. Where requests
       are shared that is one for each micro-batch, and one more if the runner computes by itself; with too few to share it is
       two, unless prompts are being computed. So all stages of a pipeline compute at the same time, each for other requests.
 
@@ -115,7 +115,7 @@ class EventLoop:
         self._reported: Load | None = None
 
     def run(self) -> None:
-        """Loops until told to shut down.
+        """Loops until it is asked to shut down.
 
         Raises:
             RankLostError: One of the ranks that run the model together is lost.

@@ -238,7 +238,7 @@ class ExpertBalancer:
         return sum(found) / max(len(found), 1)
 
     def see(self, totals: Sequence[Sequence[int]]) -> None:
-        """Takes in what experts have got since the start, of which older tokens count less and less. O(layers * E * ranks).
+        """Takes in how many tokens each expert has got since the start; older tokens count less and less. O(layers * E * ranks).
 
         Args:
             totals: For each layer the tokens of each expert.
@@ -317,7 +317,7 @@ class ExpertWatch(Observer):
         ask: Asks for the tokens that each expert of each layer has got; what it returns waits for them.
         clock: Gives seconds.
         balancer: Moves experts between ranks by what is seen; None: ranks have no whole experts.
-        exchanged: Gives the bytes that ranks have given each other for so many tokens that experts got.
+        exchanged: Maps the number of tokens that experts got to the bytes that ranks have sent each other.
     """
 
     def __init__(

@@ -47,5 +47,5 @@ class LoadedRunner(TieredRunner, Protocol):
 
     @property
     def draft(self) -> DraftRunner | None:
-        """Runs a model that drafts for this one, over as many pages; None: there is none."""
+        """Runs the draft model, with the same number of pages; None: there is no draft model."""
         ...

@@ -67,7 +67,7 @@ class Observer:
         """Adds what was seen to a message that may be sent. Returns whether that alone makes it worth sending.
 
         Args:
-            message: What the front is told.
+            message: The message to the front.
             idle: Whether there is nothing to compute.
         """
         return False

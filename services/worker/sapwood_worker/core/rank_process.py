@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Entry point; the exit code is 0 after an orderly end, 1 after an error, which the front is told."""
+    """Entry point; the exit code is 0 after an orderly end, 1 after an error, which is reported to the front."""
     parser = argparse.ArgumentParser(description="A rank of a worker; started by sapwood_worker.")
     add_arguments(parser)
     parser.add_argument("--rank", type=int, required=True, help="Its number, from 1.")

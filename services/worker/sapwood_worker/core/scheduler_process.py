@@ -135,8 +135,7 @@ def build_grammars(config: WorkerConfig, runner: LoadedRunner) -> GrammarBackend
 
 
 def _described(runner: LoadedRunner, speculate: str, fingerprint: bytes) -> ModelInfo:
-    """What others are told of the model: of all ranks together, with its vocabulary's facts, with what drafts for it and with
-    what its pages hold."""
+    """Describes the model to routers and clients: all ranks together, the vocabulary, the drafter and the layout of its pages."""
     info, ranks = runner.info, runner.info.attention_ranks
     info = msgspec.structs.replace(
         info,

@@ -161,7 +161,7 @@ class Tiering:
                 answer("")
 
     def _change_role(self, role: Role, answer: Callable[[str], None]) -> None:
-        """Makes what the role needs, and answers then. Meanwhile the worker goes on: a large model's files take long to read."""
+        """Makes what the role needs, and answers then. Meanwhile the worker serves: a large model's files take long to read."""
         if self.fingerprint or role == "both":
             answer(self._refusal(role))
             return
@@ -436,7 +436,7 @@ class TiersOfRanks:
         return any(each.busy for each in self._ranks)
 
     def command(self, verb: CacheVerb, argument: str, answer: Callable[[str], None]) -> None:
-        """As :meth:`Tiering.command`; of what goes wrong with several ranks the first is told."""
+        """Does what :meth:`Tiering.command` does; if several ranks fail, reports the first error."""
         said: list[str] = []
 
         def one(error: str) -> None:
@@ -464,7 +464,7 @@ def _of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
 
 
 def _together(reports: Sequence[TierReport]) -> TierReport:
-    """One tier of all ranks: what is counted is summed, and of a store's states the worst is told."""
+    """One tier of all ranks: counts are summed, and the state is the worst of the ranks' stores."""
     worst = max(reports, key=lambda each: (each.state == "failing", each.state == "opening"))
     counted = [name for name, value in asdict(worst).items() if not isinstance(value, str)]
     return replace(worst, **{name: sum(getattr(each, name) for each in reports) for name in counted})

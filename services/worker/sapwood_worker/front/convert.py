@@ -110,7 +110,7 @@ def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> Iterat
 
 
 def _cut(token_ids: list[int], max_tokens: int, special_ids: tuple[int, ...]) -> list[int]:
-    """An input cut to so many tokens, as tokenizers do: the special tokens at its end stay.
+    """Cuts an input to this many tokens, as tokenizers do: the special tokens at its end stay.
 
     Args:
         token_ids: The input.
@@ -282,7 +282,7 @@ def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo, seed
 
 
 # The token that ends a request, the model's own or one of stop_token_ids, is part of token_ids and counted in the
-# usage: so a client that resumes from what it got has all of it. Whoever turns tokens into text skips it.
+# usage: so a client that resumes from what it got has all of it. Detokenizers skip it.
 def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
     """One message of the answer; the first and the last carry the usage, the last the finish reason."""
     response = worker_pb2.WorkerGenerateResponse(token_ids=output.token_ids, index=output.index)

@@ -54,7 +54,7 @@ _REFUSALS: dict[str, type[errors.SapwoodError]] = {
 
 
 class SchedulerLostError(errors.UnavailableError):
-    """The scheduler process is gone, and with it what it was computing; it is started anew."""
+    """The scheduler process is gone, and with it what it was computing; it is started again."""
 
 
 class Engine:
@@ -175,7 +175,7 @@ class Engine:
             self.roles = (*(each for each in self.roles if each != role), role)
 
     def keep_handoffs(self, renewed: Iterable[bytes], released: Iterable[bytes]) -> None:
-        """Begins the leases of handed-off prompts anew and ends others', by their transfer ids."""
+        """Renews the leases of some KV transfers and ends others, by their transfer ids."""
         self._send(KeepHandoffs(list(renewed), list(released)))
 
     def announce(self, pages: AnnouncePages) -> None:
@@ -406,8 +406,7 @@ class _Continuation:
 
 
 class Generation:
-    """One call. Whoever has it reads it to its end (``async for``, or :meth:`listen` and :meth:`take`) or closes it; one
-    reader only.
+    """One call. Its one reader reads it to its end (``async for``, or :meth:`listen` and :meth:`take`) or closes it.
 
     Outputs that the reader has not taken yet are merged into one for each continuation: a slow reader loses nothing, and what
     is kept for it is at most its request's own tokens. A continuation that hands off ends when its ticket is taken: until then

@@ -203,7 +203,7 @@ def _shown(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-# Answers subscribers that missed KV events, in a thread of its own: however much they ask, the front goes on.
+# Answers subscribers that missed KV events, in a thread of its own, so that many requests do not block the front.
 
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -226,7 +226,8 @@ _MOST_BLOCKED_SECONDS = 1.0
 
 
 class Subscribers:
-    """Who may subscribe to KV events: those whose public keys are in a folder (CURVE), or without one whoever reaches the port.
+    """Who may subscribe to KV events: those whose public keys are in a folder (CURVE), or without one everybody who reaches the
+    port.
 
     Args:
         context: The sockets'.

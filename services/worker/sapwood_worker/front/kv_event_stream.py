@@ -24,7 +24,7 @@ from sapwood_worker.records.kv_events import (
 )
 
 MOST_BEHIND = 1024
-"""Batches that are kept for a subscriber; one that is further behind begins anew with a snapshot."""
+"""Batches that are kept for a subscriber; one that is further behind starts again with a snapshot."""
 SNAPSHOT_BLOCKS = 1024
 """Blocks in one message of a snapshot, at most."""
 
@@ -91,7 +91,7 @@ class KvEventStream:
         self._listeners.append(listener)
 
     def begin(self, epoch: int) -> None:
-        """Begins anew with an empty cache: a scheduler has started."""
+        """Starts again with an empty cache: a scheduler has started."""
         self.epoch = epoch
         self.apply([AllBlocksCleared()])
 

@@ -60,7 +60,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     Args:
         engine: The way to the scheduler.
-        draining: Set when the service is about to stop or has been told to drain.
+        draining: Set when the service is about to stop or was asked to drain.
         begin_drain: Sets it and turns the service unhealthy.
         telemetry: Measures what comes over sessions.
         seeds: Draws the seeds of requests that bring none.
@@ -251,7 +251,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def AttachStorage(
         self, request: worker_pb2.AttachStorageRequest, context: Context
     ) -> worker_pb2.AttachStorageResponse:
-        """Attaches a store; returns when it is, or fails with what the store said and goes on trying."""
+        """Attaches a store; returns when the store is attached, or fails with the store's error and keeps trying."""
         self.loaded()
         if not request.url:
             raise InvalidArgumentError("url is missing", field="url")

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 ENOUGH_BYTES = 8 * 1024 * 1024
-"""Once a message has so many bytes of log probabilities, further streams wait for the next message."""
+"""Once a message has this many bytes of log probabilities, further streams wait for the next message."""
 _MOST_BYTES = MAX_MESSAGE_BYTES - 2 * ENOUGH_BYTES
 """Most bytes of one output's log probabilities. A message that is too large would end the session, and every stream with it."""
 _PART_BYTES = 256 * 1024
@@ -435,7 +435,7 @@ class Session:
         if isinstance(error, SchedulerLostError):
             self._drop(
                 stream_id
-            )  # lost with the call that ends now, not refused: the router goes on with it, here or elsewhere
+            )  # lost with the call that ends now, not refused: the router continues the request, here or elsewhere
         elif error is not None:
             stream.context.run(logger.info, "request ends %s: %s", row_of(error).grpc.name, error.message)
             response.outputs.add(stream_id=stream_id, error=_to_error(error))
@@ -456,7 +456,7 @@ class Session:
 
 
 async def _in_turns(items: Iterable[ItemT], count: int) -> AsyncIterator[ItemT]:
-    """The items, so many in a turn of the event loop."""
+    """Yields the items, at most ``count`` in a turn of the event loop."""
     for number, item in enumerate(items, 1):
         yield item
         if number % count == 0:

@@ -73,7 +73,7 @@ class ProgressView:
     """The front's side of the shared memory.
 
     Args:
-        path: The shared file; made anew.
+        path: The shared file; an old one is replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +101,7 @@ def map_progress(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), _SIZE)
 
 
-# Whether a worker's processes are well: routers are told with every message of a session, probes by ``grpc.health``.
+# Whether a worker's processes are healthy. Routers learn it from every message of a session, probes from ``grpc.health``.
 
 
 FROZEN_SECONDS = 1.0

@@ -68,7 +68,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class KeepHandoffs(msgspec.Struct, frozen=True, tag="keep-handoffs"):
-    """Begin the leases of some tickets anew and end others', by their transfer ids."""
+    """Renew the leases of some tickets and end those of others, by their transfer ids."""
 
     renewed: list[bytes]
     released: list[bytes]

@@ -41,7 +41,7 @@ from sapwood_worker.ipc.rank import (
     rank_command,
 )
 
-# The other nodes of a group, as the first one sees them: they come, are told when to start their ranks, and are watched.
+# The other nodes of a group, as the first one sees them: they connect, start their ranks on its command, and are watched.
 
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """The node is to end the ranks that it has and to start them anew.
+    """The node is to end its ranks and start them again.
 
     Attributes:
         epoch: Counts up.
@@ -484,7 +484,7 @@ _POLL_SECONDS = 0.1
 
 
 async def serve_node(config: WorkerConfig, runner: str) -> int:
-    """Runs a node until it is told to stop.
+    """Runs a node until it is stopped.
 
     Args:
         config: Its configuration; ``node_rank`` is at least 1.

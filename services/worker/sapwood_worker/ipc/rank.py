@@ -131,7 +131,7 @@ LOST_AFTER, LOST_AT_START_AFTER = 1.5, 30.0
 """Seconds without a sign of life after which a rank of several is lost: the others wait for it and can do nothing else. While it
 loads its model, a slow disk may keep it still for longer."""
 DOUBTFUL = 0.3
-"""Seconds without a sign of life from which on the kernel is asked what the process does, which takes a millisecond."""
+"""Seconds without a heartbeat after which the kernel is asked what the process does; that takes a millisecond."""
 
 
 class RankTask(msgspec.Struct, frozen=True):

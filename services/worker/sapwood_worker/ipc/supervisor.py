@@ -317,7 +317,7 @@ class Supervisor:
         self._patience = 1.0
 
     async def start(self) -> None:
-        """Starts a process, after what is left of the last one is gone; where they end again and again, after a pause."""
+        """Starts a process after the last one is wholly gone; after a pause, if processes end again and again."""
         await self.stop()
         if seconds := self._pauses.seconds:
             logger.error("it has ended %d times in a row: it is started anew in %.0f s", self._pauses.ends, seconds)
@@ -328,8 +328,8 @@ class Supervisor:
     async def ready(self) -> ModelInfo:
         """Waits until the process has loaded its model.
 
-        Where it had done so before, it is started until it does. Where a host leaves that some of the ranks were on, it is waited
-        for and all begin anew.
+        Where it had done so before, it is started until it does. If a host with some of the ranks leaves, the supervisor waits
+        for it and starts all ranks again.
 
         Raises:
             ConfigError: It cannot.
@@ -436,7 +436,7 @@ class Supervisor:
 
 
 def _end_if_lost(process: SchedulerProcess, silences: list[RankSilence], limit: float) -> bool:
-    """Ends the processes of a group if one of them has given no sign of life for so many seconds; returns whether it has."""
+    """Ends the processes of a group if one of them has sent no heartbeat for this many seconds; returns whether it ended them."""
     for each in silences:
         if process.size > 1 and each.seconds > limit:
             process.kill(f"{each.rank.name} has given no sign of life for {each.seconds:.1f} s", each.rank.number)

@@ -18,12 +18,12 @@ _LEAST_RUNNING, _LEAST_STEP_TOKENS = 8, 512
 REQUEST_TOKENS = 1024
 """Tokens of prompt and output that the cache is to hold of each running request, unless the context is shorter."""
 _STEP_SHARE = 8
-"""A step's activations get one part in so many of the memory that the weights leave."""
+"""A step's activations get one part in this many of the memory that the weights leave."""
 _SPARE = 2
-"""Activations take so many times what the tensors of one layer do: the kernels have buffers."""
+"""Activations take this many times the memory of one layer's tensors, because kernels have buffers."""
 
 _CPU_CACHE, _CPU_CACHE_SHARE = _GIB, 8
-"""A CPU's KV cache: a GiB, but at most one part in so many of the memory that the machine or its container has."""
+"""A CPU's KV cache has 1 GiB, but at most one part in this many of the memory of the machine or its container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ class Sizes:
     Attributes:
         max_running: Most requests that run at once.
         max_step_tokens: Most tokens of a step.
-        cache_bytes: Memory of the KV cache; None: flags give its pages, or a trial of the largest step shows what is left.
+        cache_bytes: Memory of the KV cache; None: flags give its pages, or a trial of the largest step shows how much memory
+            remains.
         reasons: Why, for each of them.
     """
 

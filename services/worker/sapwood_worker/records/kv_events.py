@@ -45,7 +45,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemov
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    """A reset: nothing is cached any more, on any medium. Evictions are told by BlockRemoved, even if nothing is left."""
+    """A reset: nothing is cached any more, on any medium. Evictions are reported as BlockRemoved, even if nothing remains."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared

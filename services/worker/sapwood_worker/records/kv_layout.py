@@ -165,7 +165,8 @@ class KVLayout:
         return replace(self, components=tuple(replace(each, needed="all") for each in self.components))
 
     def shard(self, ranks: int) -> KVLayout:
-        """The layout of one of so many equal ranks; with fewer heads than ranks, neighbours keep the same head.
+        """The layout of one rank out of this many equal ranks; with fewer heads than ranks, neighbouring ranks keep the same
+        head.
 
         Raises:
             ValueError: Neither number divides the other.

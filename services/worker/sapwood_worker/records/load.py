@@ -53,7 +53,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         store_dropped_pages: Pages that were not written to it.
         store_timeouts: Requests that stopped waiting for it before all was there.
         handoff_tickets: Prompts handed off to other workers.
-        handoff_renewals: Leases of these that were begun anew.
+        handoff_renewals: How many leases of KV transfers were renewed.
         handoff_expired: Leases that ended because nobody renewed them.
         handoff_pages: Pages of the second tier that leases pin now.
         pulled_pages: Pages pulled from workers that had handed them off.
@@ -119,7 +119,7 @@ def sum_loads(loads: Sequence[Load], ranks: tuple[RankLoad, ...]) -> Load:
     return msgspec.structs.replace(loads[0], **sums, ranks=ranks)
 
 
-# How long a step took and what its requests waited for, as the front is told.
+# How long a step took and what its requests waited for, as reported to the front.
 
 
 class LoadTime(msgspec.Struct, frozen=True, array_like=True):

@@ -87,7 +87,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         embedding_size: Numbers in an embedding; 0: it makes none.
         pooling: How embeddings are pooled unless a request says otherwise.
         normalizes: Whether embeddings have length 1 unless a request says otherwise.
-        embedded_tokens: Inputs to embed are cut to so many tokens; 0: longer ones than the context are refused.
+        embedded_tokens: Inputs to embed are cut to this many tokens; 0: inputs longer than the context are refused.
         shortened: Lengths to which embeddings may be cut; empty: any; None: they may not be cut.
         special_ids: Special tokens; those at an input's end stay when it is cut.
         labels: What its head tells; it then makes neither tokens nor embeddings. None: it has no such head.
@@ -102,17 +102,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         expert_exchange: Where ranks have whole experts, the bytes that they give each other for each token that an expert gets:
             its share of the token's vector to all other ranks and of the sums back, or of a sum by all ranks in shares; else 0.
         tensor_parallel: Ranks that its layers are split over.
-        attention_ranks: Ranks that have requests of their own, each with so many pages; 1: all have all of them.
+        attention_ranks: How many ranks have requests and pages of their own (data-parallel attention); 1: all ranks run all
+            requests.
         pipeline_parallel: Stages that its layers are spread over.
         all_reduce: What sums tensors over the ranks of a layer.
         micro_batches: Steps that its stages compute at once, of other requests each.
-        micro_batches_from: Running requests from which on that pays; fewer are all in each step.
+        micro_batches_from: The least number of running requests for which micro-batches pay; fewer requests are all in each step.
         chained: Whether its device computes by itself, so that a step may have tokens which the host does not know yet.
         logit_processors: Names of those that are installed.
         weights: The formats of its linear layers' weights, joined by ``+``.
         max_running: Most requests that its steps have room for.
         max_step_tokens: Most tokens of a step.
-        sizes_reason: Why so many, and what the size of the KV cache goes by; empty: nothing was chosen.
+        sizes_reason: Why these sizes were chosen, and how the size of the KV cache follows; empty: nothing was chosen.
         sampling_defaults: Settings of sampling for requests that do not set them.
         speculate: What drafts tokens, as the setting names it.
         page_fingerprint: What pages hold besides tokens; equal only where pages can be used by each other. Empty: nobody asks.

@@ -24,7 +24,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 Pooling = Literal["", "mean", "last", "cls", "labels"]
-"""``labels``: the last token's, of which the model's head makes a logit for each of its labels."""
+"""``labels``: the last token's logits, one for each label of the model's head."""
 
 
 FinishReason = Literal["stop", "length", "error", "deadline", "handoff"]

@@ -82,7 +82,7 @@ class Waits:
         self._show()
 
     def step(self, tokens: int) -> AbstractContextManager[None]:
-        """While it computes a step of so many tokens, or the rest of one."""
+        """Wraps the computation of a step of this many tokens, or of the rest of a step."""
         if self._longest_here:
             self._longest[self._size] = max(self._longest_here, self._longest.get(self._size, 0.0))
         self._size, self._longest_here = tokens.bit_length(), 0.0
@@ -91,7 +91,7 @@ class Waits:
 
     @contextmanager
     def launch(self, tokens: int, *, asynchronous: bool) -> Iterator[None]:
-        """While it computes a step of so many tokens or, where its device does that, launches it."""
+        """Wraps the computation of a step of this many tokens, or its launch if the device computes by itself."""
         with self.step(tokens):
             try:
                 yield

@@ -1,7 +1,7 @@
 """What one scheduler step hands to the runner and what comes back: flat arrays and small records, no live objects.
 
-What a runner must know of a request it is told once, when the request gets a row of the page table (:class:`Entry`); from then on
-a step names the row, and what to compute of it. ``step_wire.py`` writes a step into one buffer and reads it in place.
+The runner gets a request's facts once, in an :class:`Entry`, when the request gets a row of the page table. From then on a step
+names the row, and which tokens to compute. ``step_wire.py`` writes a step into one buffer and reads it in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sapwood_worker.records.output import Pooling, TokenLogprobs
 
 PageIds = npt.NDArray[np.int32]
 NOT_REPORTED = -1
-"""The number of a copy whose end nobody is told: a load."""
+"""The number of a copy whose end is not reported: a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +332,7 @@ class CompletedStep:
 
 
 class DeferredStep:
-    """A :class:`LaunchedStep` of which a part is computed when it is asked for: what follows the last stage of a pipeline.
+    """A :class:`LaunchedStep` whose last part is computed when it is asked for: what follows the last stage of a pipeline.
 
     Args:
         compute: Computes it; called once.
@@ -348,7 +348,7 @@ class DeferredStep:
         return self._launched is not None
 
     def finish(self) -> LaunchedStep:
-        """Computes it, unless that was done. Raises what it fails with."""
+        """Computes the step, unless it has been computed. Raises the step's error."""
         if self._launched is None:
             self._launched = self._compute()
         return self._launched
@@ -373,14 +373,14 @@ class Runner(Protocol):
     """Runs the model on a step's batch.
 
     Attributes:
-        asynchronous: Whether it computes while its caller goes on.
+        asynchronous: Whether it computes while its caller continues.
     """
 
     asynchronous: bool
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Begins a step, which is computed after those launched before. At most one other may be unfinished, or as many as the
-        model has micro_batches.
+        """Begins a step, which is computed after those launched before. At most one other step may be unfinished, or the number
+        of the model's micro_batches.
 
         A request that an unfinished step samples for may be in this one too: its token, which the host does not know yet, is
         then -1. Reads no array of ``step`` after it has returned. Mutates as :meth:`execute` does. It and the step's result may

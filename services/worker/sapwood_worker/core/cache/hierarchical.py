@@ -1,7 +1,7 @@
 """The tiers below the device's pages: decides which pages are copied where, and when.
 
-The radix tree is the first tier. This module is told what enters and leaves the tree, and keeps the key of each page. A page goes
-to the second tier (host memory) when it is cached (``write_through``), when it was asked for a second time
+The radix tree is the first tier. The tree reports to this module which pages enter and leave it; this module keeps the key of
+each page. A page goes to the second tier (host memory) when it is cached (``write_through``), when it was asked for a second time
 (``write_through_selective``) or when it is evicted (``write_back``). When a request starts, the pages of its prompt that the
 second tier has and the tree has not are copied back before the step computes.
 
@@ -132,7 +132,7 @@ class HierarchicalCache:
             token_ids: All of its tokens that may come from the cache.
             namespace: Within which to look.
             cached: Pages of it that the first tier has.
-            ticket: For pages of it that another worker keeps.
+            ticket: The ticket for the request's pages that another worker keeps.
 
         Returns:
             Whether it is to wait until :meth:`poll` names it.
@@ -182,7 +182,7 @@ class HierarchicalCache:
         return released if self.reads is None else released + self.reads.poll()
 
     def wait(self, seconds: float) -> None:
-        """Returns when the third tier or another worker has something for the next step, or after so many seconds."""
+        """Waits until the third tier or another worker has something for the next step, or the given seconds are over."""
         if self.storage is not None and self.storage.busy:
             self.storage.wait(seconds)
         elif self.reads is not None and self.reads.busy:

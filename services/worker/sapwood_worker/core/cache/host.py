@@ -21,7 +21,7 @@ from sapwood_worker.records.step import LatePages, PageCopy, PageIds
 #
 # Algorithm: a dictionary from page hash to entry, and the same page ledger as the device's. An entry is *written* first
 # (its page is owned by a transfer), then *ready* (owned by the cache) and only then found. Eviction takes the least
-# recently used entry that is not pinned and has no continuation here: what is left of a sequence is a prefix of it.
+# recently used entry that is not pinned and has no continuation here: the pages that remain of a sequence are a prefix of it.
 #
 # Complexity: O(1) for each page found, reserved or dropped, O(log entries) for each evicted. Bound: one entry for each
 # host page.
@@ -141,7 +141,7 @@ class HostPages:
             wanted: What they are to hold.
 
         Returns:
-            One entry for each page that was not here yet, in order, or for as many of the first as there is room.
+            One entry for each page that was not here yet, in order; only for the first ones if there is not room for all.
         """
         # Keyed by the hash: the first of two pages that collide is taken.
         new = {name.key.hash: name for name in reversed(wanted) if name.key.hash not in self._entries}
@@ -297,7 +297,7 @@ def check_host(host: HostPages, writing: set[int], fetching: int, pins: Mapping[
 # Copies from the device to the second tier: from the choice of a page to the report that its copy has ended.
 #
 # Pages are copied in batches. A batch is either waiting for the coming step, or under way until the runner reports its
-# number. Until then its device pages are *being stored*: whoever is about to overwrite one of them has to wait.
+# number. Until then its device pages are *being stored*: code that is about to overwrite one of them has to wait.
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ class PageAllocator:
         return self._names.get(owner, f"the request in slot {owner}")
 
     def allocate(self, count: int, owner: int) -> PageIds:
-        """Takes ``count`` free pages for an owner; the caller has made sure that there are as many.
+        """Takes ``count`` free pages for an owner; the caller has made sure that this many are free.
 
         Each page's epoch goes up by one, which makes older handles stale.
         """
@@ -113,7 +113,8 @@ class PageAllocator:
         if self._repeats(ids):
             raise LedgerError(f"{self.name_of(owner)} frees a page twice in one call: {sorted(ids.tolist())}")
         self._owner[ids] = FREE
-        # The next to take as many gets them in this order: pages that lie side by side are copied as one.
+        # The next caller that takes the same number of pages gets them in this order: pages that lie side by side are copied as
+        # one.
         self._free[self._num_free : self._num_free + len(ids)] = ids[::-1]
         self._num_free += len(ids)
         self._count(len(ids), owner, FREE)
@@ -351,7 +352,7 @@ class WindowPages:
         return self.ledger.num_used
 
     def needed(self, tokens: int) -> int:
-        """The most pages that a row of so many tokens holds once it decodes."""
+        """The most pages that a row with this many tokens holds once it decodes."""
         return min(self.tail + 3, -(-tokens // self._page_size) + 1)
 
     def outstanding(self, slot: int = -1) -> int:
@@ -417,7 +418,8 @@ class WindowPages:
         self.num_freed += len(gone)
 
     def extend(self, slot: int, tokens: int, keep: int = 0) -> int:
-        """Gives a row pages for its first ``tokens`` tokens, or as many as there are; returns the tokens it has pages for.
+        """Gives a row pages for its first ``tokens`` tokens, or all free pages if these are too few. Returns how many tokens have
+        pages.
 
         Args:
             slot: The row.

@@ -339,7 +339,7 @@ class PrefixCache:
         return found
 
     def allocate(self, slot: int, count: int) -> bool:
-        """Adds ``count`` pages to a row, evicting if need be; returns False and changes nothing if there are not as many."""
+        """Adds ``count`` pages to a row, evicting if need be. Returns False and changes nothing if there are too few pages."""
         if count > self.num_available:
             return False
         self._table.append(slot, self._allocate(count, slot))
@@ -353,8 +353,8 @@ class PrefixCache:
         return max(0, min(most, self.num_available)) if self.enabled else 0
 
     def take(self, count: int) -> PageIds:
-        """Takes pages, as many of ``count`` as there is room for, that are filled from elsewhere: a transfer's, until
-        :meth:`adopt` or :meth:`give_back`."""
+        """Takes up to ``count`` pages for a KV transfer to fill; the transfer has them until :meth:`adopt` or
+        :meth:`give_back`."""
         pages = self._allocate(min(count, self.num_takable), TRANSFER)
         self.taken.update(pages.tolist())
         return pages
@@ -381,7 +381,7 @@ class PrefixCache:
         return end
 
     def _allocate(self, count: int, owner: int) -> PageIds:
-        """Takes pages, of which there are as many, for an owner; evicts if need be."""
+        """Takes free pages for an owner; evicts cached pages if too few are free. The pool has enough pages."""
         missing = count - self._allocator.num_free
         if missing > 0:
             pages = self._tree.evict(missing)
@@ -412,8 +412,8 @@ class PrefixCache:
         return count * self._page_size
 
     def extend(self, slot: int, tokens: int, computed: int, *, share: bool = False) -> int:
-        """Gives a row pages of the windows for its first ``tokens`` tokens, of which ``computed`` are; returns for how many it
-        has some.
+        """Gives a row window pages for its first ``tokens`` tokens; ``computed`` of them are computed. Returns how many tokens
+        have pages.
 
         Args:
             slot: The row.
@@ -571,7 +571,8 @@ class PrefixCache:
         return match, found
 
     def _servable(self, pages: PageIds) -> int:
-        """How many pages of a prefix in the tree can be used: as many as every window has its pages for."""
+        """How many pages of a prefix in the tree can be used: the longest prefix at whose end every window still has its
+        pages."""
         count = len(pages)
         while any((fewer := window.usable(pages[:count])) < count for window in self.windows):
             count = fewer

@@ -73,7 +73,7 @@ def root_of(node: Node) -> Node:
 #
 # Algorithm: each edge is a run of whole pages (as in SGLang's RadixAttention; a PATRICIA tree with pages as letters); a
 # child is found by the bytes of its first page. A node that a running request relies on is locked, and so are all above
-# it. Only unlocked leaves are evicted, from their end, so what is left of a cached sequence is always a prefix of it.
+# it. Only unlocked leaves are evicted, from their end, so the remainder of a cached sequence is always a prefix of it.
 #
 # Complexity, for a sequence of n pages: match and insert compare O(n) bytes (in C, a run at a time), lock and unlock
 # take O(depth), eviction takes O(log leaves) for each node. Only eviction depends on how much is cached. Bound: at most
@@ -130,7 +130,7 @@ class RadixTree:
     def match(self, key: bytes, namespace: bytes = b"") -> Match:
         """The longest cached prefix of ``key``; trailing bytes short of a page are ignored.
 
-        Marks the prefix as used and splits a node of which only the first part matches; what is cached stays the same.
+        Marks the prefix as used and splits a node if only its first part matches; the cached pages stay the same.
         The pages stay valid until the next eviction: lock the node to keep them.
         """
         self._tick += 1
@@ -263,7 +263,7 @@ class RadixTree:
             at = parent
 
     def evict(self, count: int, *, reset: bool = False) -> PageIds:
-        """Takes the last ``count`` pages out of the lowest-ranked unlocked leaves, or as many as there are.
+        """Takes the last ``count`` pages out of the lowest-ranked unlocked leaves, or all that the leaves have.
 
         Args:
             count: How many.

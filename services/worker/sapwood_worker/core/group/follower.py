@@ -65,7 +65,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of_failure(step: int, error: Exception, entered: int) -> RankReport:
-        """The report of a step that has failed, after so many exchanges in all."""
+        """The report of a failed step, with the number of exchanges so far."""
         return RankReport(step, error=str(error) or type(error).__name__, entered=entered)
 
     def to_bytes(self) -> bytes:
@@ -163,7 +163,7 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
                 unasked += 1
                 continue
         launched.append((step.number, failed))
-        # With micro-batches the leader goes on before it asks, and then waits for what this rank should have sent.
+        # With micro-batches the leader continues before it asks, and then waits for what this rank should have sent.
         if isinstance(failed, Exception) and (micro_batches or not leader.poll(_ALONE_SECONDS)):
             raise failed
 
@@ -178,7 +178,7 @@ def attempt(runner: Runner, step: Step) -> LaunchedStep | Exception:
 
 
 def finished(launched: LaunchedStep | Exception) -> LaunchedStep | Exception:
-    """A step of which all is computed, or what it has failed with."""
+    """A step that is wholly computed, or the error that it failed with."""
     if not isinstance(launched, DeferredStep):
         return launched
     try:
@@ -203,7 +203,7 @@ class _ExpertCounts:
 
     Args:
         runner: Knows it.
-        leader: Asks again only when it has been told.
+        leader: Asks again only after it was notified.
     """
 
     def __init__(self, runner: LoadedRunner, leader: Connection) -> None:

@@ -53,7 +53,7 @@ class Followers:
 
     Args:
         ways: The ways to them; their models are waited for.
-        asynchronous: Whether steps are computed while their leader goes on.
+        asynchronous: Whether steps are computed while their leader continues.
         waits: Shows which of them the leader waits for, or that it waits for its device. None: nobody looks.
 
     Attributes:
@@ -362,9 +362,9 @@ class _StagesExperts:
 
     Args:
         own: Asks the first stage.
-        followers: The other ranks; none has been told of a step yet.
+        followers: The other ranks; none has received a step yet.
         ranks: One of each later stage.
-        in_flight: Gives the number of steps that have been told of and not been collected.
+        in_flight: Returns how many steps were sent and have not been collected.
     """
 
     def __init__(
@@ -512,7 +512,7 @@ class DataParallelRunner(LeadingRunner):
 
 
 def together(step: Step) -> list[Step]:
-    """A step's parts, each of which says what all ranks compute."""
+    """A step's parts. Each part says what all ranks compute."""
     tokens = np.array([len(part.token_ids) for part in step.parts], np.int64)
     decodes = all((part.counts == 1).all() and (part.samples == 1).all() for part in step.parts)
     return [

@@ -8,7 +8,7 @@ oldest prompt gets on with half of the tenant's part, and a short one is through
 
 A waiting request starts with its first tokens, if there are a row and pages. Where these are scarce:
 1. What has starved goes first. If it does not fit, nothing else starts.
-2. A tenant of which nothing runs starts its first request before others get more. If it has waited ``PATIENCE`` steps, the
+2. A tenant with no running request starts its first one before other tenants start more. If it has waited ``PATIENCE`` steps, the
    last request of the tenant with most is sent back for it, and this tenant keeps at least one.
 3. A retracted request goes before new ones of tenants that have something running.
 4. Tenants start in the order of :class:`AdmissionOrder`, and share the rows that are free.
@@ -46,7 +46,7 @@ from sapwood_worker.core.scheduler.waiting import TOP, WINDOW, AdmissionOrder, L
 # before it.
 #
 # :class:`NewTokenRatio` estimates which share of their remaining ``max_tokens`` running requests will generate
-# (SGLang's estimate): admission leaves as many pages free. The ratio sinks with each step without a retraction and
+# (SGLang's estimate): admission leaves pages free for these tokens. The ratio sinks with each step without a retraction and
 # rises with each retraction.
 
 
@@ -73,7 +73,7 @@ class NewTokenRatio:
         self.ratio = _FIRST
 
     def step(self, micro_batches: int = 1) -> None:
-        """Notes a step without a retraction, in which one of so many running requests decodes."""
+        """Notes a step without a retraction; each of ``micro_batches`` steps decodes a part of the running requests."""
         self.ratio = max(_LEAST, self.ratio * _DECAY ** (1 / micro_batches))
 
     def retracted(self, running: Sequence[Request]) -> None:
@@ -93,7 +93,7 @@ class Retraction:
     Args:
         running: The batch that requests are taken from.
         waiting: The queue that they go to.
-        ratio: Is told when pages ran out.
+        ratio: Is notified when pages run out.
 
     Attributes:
         num_retractions: Retractions for want of pages since the start.
@@ -136,7 +136,8 @@ def _limit(request: Request) -> int:
 
 
 WORTH_WAITING = 32
-"""A request waits while another computes a prefix that both share, if the prefix has at least so many tokens (SGLang's value)."""
+"""A request waits while another computes a prefix that both share, if the prefix has at least this many tokens (SGLang's
+value)."""
 _SCORED = 4
 """How many tokens of the budget a prompt token counts as whose log probabilities are wanted, because the whole vocabulary is
 computed for it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other requests waited. Such a prompt
@@ -186,7 +187,7 @@ class PrefillAdder:
     def should_wait(self, request: Request) -> bool:
         """Whether a waiting request should wait on because one in this step or in flight computes much of its prompt.
 
-        The other request goes on in every step and shares each chunk when it is done, so the wait ends with a cache hit.
+        The other request computes a chunk in every step and shares each finished chunk, so the wait ends with a cache hit.
         """
         others = [other for other, count in chain(self._given.items(), self._computing) if count > 1]
         return self._running.tokens_gained(request, others) >= WORTH_WAITING
@@ -219,7 +220,8 @@ class PrefillAdder:
         return enough and self._running.windows_fit(self._expected(request))
 
     def give(self, request: Request, most: int) -> int:
-        """Adds a running request's next tokens to the step, at most so many of the budget; returns how many of it they took."""
+        """Adds a running request's next tokens to the step, within the budget; returns how many tokens of the budget they
+        took."""
         given, most = self._given.get(request, 0), min(most, self.budget)
         left, cost = request.remaining - given, 1
         if left < 1 or most < 1:
@@ -248,9 +250,9 @@ class PrefillAdder:
 
 
 PATIENCE = 16
-"""Steps that a tenant of which nothing runs waits before another's request is sent back for it."""
+"""How many steps a tenant with no running request waits before another tenant's request is retracted for it."""
 _SHORT = 2
-"""One part in so many of a tenant's tokens goes to its shortest prompts first."""
+"""One in this many of a tenant's prompt tokens goes to the tenant's shortest prompts first."""
 _TRIED = 4
 """Requests of a tenant that are tried in a step, if they do not start."""
 
@@ -265,7 +267,7 @@ class Admission:
         fairness: Is charged with the computed tokens.
         retraction: Makes room.
         ratio: What requests are expected to generate.
-        tiers: The KV cache's lower tiers, told which requests no longer wait for them.
+        tiers: The KV cache's lower tiers; they learn which requests no longer wait for them.
         cached_tokens: How many tokens of a request the prefix cache has.
 
     Attributes:
@@ -364,7 +366,7 @@ class Admission:
     def _share(
         self, adder: PrefillAdder, running: Sequence[Request], waiting: Level, step: int, starts: _Starts
     ) -> None:
-        """Shares what is left of the budget between the tenants of a level."""
+        """Divides the rest of the budget between the tenants of a level."""
         for request in sorted((each for each in running if self._order.starved(each, step)), key=_by_arrival):
             self._give(adder, request, -(-adder.budget // 2))
         for request in waiting.retracted:
@@ -427,7 +429,7 @@ class Admission:
         return spent
 
     def _by_size(self, line: Sequence[Request], starts: _Starts) -> list[Request]:
-        """Prompts, the shortest first; of the waiting ones as many as there are rows for without taking one from another."""
+        """Prompts, the shortest first; waiting ones only if they get a row without a retraction."""
         running = [request for request in line if request.slot >= 0]
         waiting = [request for request in line if request.slot < 0][: min(WINDOW, starts.num_free_slots)]
         return sorted(chain(running, waiting), key=self._size)
@@ -455,7 +457,8 @@ class Admission:
         return False
 
     def _preempt_tenant(self, step: int, *, in_flight: bool) -> bool:
-        """Makes room for the first request of a tenant of which nothing runs, if it needs no more than its part of the pages."""
+        """Makes room for the first request of a tenant with no running request, if it needs at most the tenant's share of the
+        pages."""
         running = self._running.requests
         present = Counter(request.tenant for request in running)
         first: Request | None = None

@@ -86,13 +86,14 @@ class RunningBatch:
         return most
 
     def windows_fit(self, tokens: int) -> bool:
-        """Whether every window has pages for one more request of so many tokens, beside what those running may need."""
+        """Whether every window has pages for one more request of this many tokens, besides the pages that running requests may
+        need."""
         return all(each.needed(tokens) + each.outstanding() <= each.num_available for each in self._cache.scarce)
 
     def start(self, request: Request, expected: int = 0) -> None:
         """Gives a request a row, its cached pages, and pages for the rest of its known tokens.
 
-        There must be a free slot and as many pages as :meth:`pages_to_start` says; :meth:`windows_fit` for ``expected`` tokens.
+        There must be a free slot and :meth:`pages_to_start` free pages; :meth:`windows_fit` for ``expected`` tokens.
         """
         request.become(RequestState.RUNNING)
         request.slot = self._table.open()
@@ -114,8 +115,8 @@ class RunningBatch:
         return self._table.length(request.slot) * self._page_size
 
     def make_room(self, request: Request, tokens: int) -> bool:
-        """Gives a request pages for so many tokens, and pages of windows for the next that it computes; returns False if there
-        are not enough."""
+        """Gives a request pages for this many tokens, and window pages for the tokens that it computes next. Returns False if
+        there are too few pages."""
         if tokens > request.capacity:
             missing = self.pages_for(tokens) - self._table.length(request.slot)
             if not self._cache.allocate(request.slot, missing):
@@ -126,7 +127,8 @@ class RunningBatch:
         return request.planned < request.reach
 
     def draftable(self, request: Request, count: int, *, further: bool = False) -> int:
-        """How many of so many tokens after its next one a request has pages for, once it was given what there was.
+        """Gives a request pages for ``count`` tokens after its next one, as far as there are free pages. Returns for how many it
+        has pages.
 
         Args:
             request: The request.
@@ -140,7 +142,7 @@ class RunningBatch:
         return max(0, min(self.reachable(request, 1 + count) - 1, request.capacity - start))
 
     def _widen(self, request: Request, tokens: int, left: int) -> None:
-        """Gives a request pages for so many tokens if ``left`` others remain."""
+        """Gives a request pages for this many tokens if ``left`` other pages remain free."""
         if tokens > request.capacity:
             missing = self.pages_for(tokens) - self._table.length(request.slot)
             if missing + left <= self._cache.num_available and self._cache.allocate(request.slot, missing):
@@ -184,7 +186,7 @@ class MicroBatches:
 
     Args:
         count: Steps that are in flight at once, of other requests each; 1: one, or two with the same requests.
-        fewest: Requests from which on they are shared; fewer are all in each step.
+        fewest: The least number of running requests that are divided over micro-batches; fewer requests are all in each step.
         chained: Whether the device keeps the tokens that it samples. Then one more step may be in flight, with the requests of
             the oldest, so that no stage waits for the host.
 
@@ -199,7 +201,7 @@ class MicroBatches:
         self._fewest, self._chained = fewest, chained
 
     def shares(self, requests: int) -> int:
-        """Into how many shares so many running requests go."""
+        """Into how many micro-batches this many running requests are divided."""
         if not self._chained or self.count == 1:
             return self.count
         return max(1, min(self.count, requests)) if requests >= self._fewest else 1
@@ -217,7 +219,7 @@ class MicroBatches:
         return self.depth if prompts else min(self.depth, self.shares(requests) + self._chained)
 
     def holds_back(self, request: Request, step: int, shares: int) -> bool:
-        """Whether a request of which steps in flight sample a token is in none that is planned now.
+        """True if a request that samples a token in a step in flight is missing from the step being planned.
 
         Args:
             request: The request.
@@ -244,15 +246,15 @@ class MicroBatches:
 _PROMPTS_ALONE = 4
 """How many times as long a step without decodes may last."""
 _TIMES = 12
-"""Prompts get at least so many times the time of the step's decodes."""
+"""The chunks of prompts get at least this many times the time of the step's decodes."""
 _UNKNOWN = 8
-"""While no decode was measured, a step takes at least one part in so many of the most tokens: what each step costs anyway is
-unknown, and more steps may be no shorter."""
+"""While no decode was measured, a step takes at least one part in this many of the most prompt tokens: the fixed cost of
+a step is unknown, and more steps may be no shorter."""
 _LEAST = 16
 _WEIGHT, _FULL = 0.3, 32
 """The weight of a new measurement, and the prompt tokens from which on it has that."""
 _OUTLIER = 2.0
-"""A measurement of more than so many times the usual is the machine's doing."""
+"""A measurement above this multiple of the usual duration is a disturbance of the machine, and is ignored."""
 _KEPT = 256
 """Steps after which the time of decodes is measured again, by a step with one token of a prompt if there is none without."""
 
@@ -274,7 +276,7 @@ class StepPace:
         self._each: float | None = None
 
     def tokens(self, decodes: int) -> int:
-        """How many tokens of prompts a step with so many decodes takes at most; at least one."""
+        """The most prompt tokens that a step with this many decodes takes; at least one."""
         if not self._seconds:
             return self._most
         least = max(_LEAST, self._most // _UNKNOWN)
@@ -291,7 +293,7 @@ class StepPace:
         return max(_LEAST if plain is not None else least, int(seconds / self._each))
 
     def took(self, decodes: int, prompts: int, seconds: float) -> None:
-        """Notes how long a step took that computed so many decodes and tokens of prompts."""
+        """Notes the duration of a step, with its numbers of decodes and prompt tokens."""
         if not self._seconds or not (decodes or prompts):  # it may only have copied pages
             return
         self._steps += 1
@@ -307,7 +309,8 @@ class StepPace:
             self._each = _mean(self._each, each, _WEIGHT * min(1.0, prompts / _FULL))
 
     def _usual(self, decodes: int) -> float | None:
-        """Seconds of a step of about so many decodes alone; None: none was measured. Of no decodes: what a step costs anyway."""
+        """Seconds of a step with about this many decodes and no prompt; None: no such step was measured. Of no decodes: what a
+        step costs anyway."""
         if not self._plain:
             return None
         bucket = max(1, decodes.bit_length())
@@ -318,7 +321,7 @@ def _mean(known: float, new: float, weight: float) -> float:
     return known + weight * (min(new, _OUTLIER * known) - known) if known else new
 
 
-# One step from its plan to its tokens: what each request computes in it, and what the runner is told. O(requests).
+# One step from its plan to its tokens: what each request computes in it, and the plan for the runner. O(requests).
 
 
 Chunk = tuple[Request, int]
@@ -341,7 +344,7 @@ class StepInFlight:
     Attributes:
         decodes, chunks, drafts: The arguments.
         samples: For each chunk whether it samples.
-        plan: What the runner is told, decodes first.
+        plan: The plan for the runner, decodes first.
         written: A handle of the last page that each part writes, made when the step is planned.
         awaits_tokens: Whether its tokens must be known before the next step is planned: for a grammar or a logit processor, or to
             know how much of a draft was right.

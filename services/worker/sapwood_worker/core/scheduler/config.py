@@ -35,10 +35,10 @@ class SchedulerConfig:
         jump_forward: Whether a token that a grammar forces is appended without asking the model.
         windows: The pages of layers that see a window only, for each.
         speculate: Whether to draft tokens: not at all (off), where the measured time of steps says that it pays (auto), or
-            wherever text goes on as it did before (prefix).
-        micro_batches: Most steps in flight at once, each of other requests (with ``chained`` one more); 1: as many as
-            :meth:`Scheduler.plans_ahead` says.
-        micro_batches_from: Running requests from which on these share them, if ``chained``.
+            wherever text repeats earlier text (prefix).
+        micro_batches: The most steps in flight at once; each step has other requests (with ``chained`` one step more). 1:
+            :meth:`Scheduler.plans_ahead` decides.
+        micro_batches_from: The least number of running requests that are divided over the micro-batches, if ``chained``.
         chained: Whether, with micro-batches, a step may compute a token that the device alone knows.
         conservativeness: Factor on the pages that admission keeps for what running requests are expected to generate.
     """

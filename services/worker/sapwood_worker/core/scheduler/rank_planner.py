@@ -92,7 +92,7 @@ class RankPlanner:
         return any(each.has_copies for each in self._ranks)
 
     def wait_for_storage(self, seconds: float) -> None:
-        """Returns after so many seconds, whatever the ranks' tiers wait for."""
+        """Returns after the given seconds, even if the ranks' tiers still wait."""
         time.sleep(seconds)
 
     def add(self, request: Request) -> None:
@@ -273,9 +273,9 @@ def _sooner(taker: Scheduler, more: int, request: Request) -> bool:
 #
 # Work is counted in tokens to compute. Every rank waits for the slowest, so the longest of their steps is what counts.
 CONTEXT_TOKENS = 512
-"""Attending to about so many cached tokens takes as long as computing one token (70B shapes and DeepSeek-V3's on an H200)."""
+"""Attention over about this many cached tokens takes as long as computing one token (70B shapes and DeepSeek-V3's on an H200)."""
 _STEPS = 128
-"""Steps for which a request is expected to run: work that recurs in each step counts so many times."""
+"""Steps for which a request is expected to run: work that recurs in each step is multiplied by this number."""
 _UNEVEN = 1.05
 """How much longer than the mean the longest of the ranks' steps may be before prompts are held back."""
 
@@ -307,9 +307,9 @@ def choose_rank(
 def prompt_tokens(demands: Sequence[Demand], most: int) -> list[int]:
     """How many tokens of prompts each rank computes in the next step, so that the ranks' steps take about equally long.
 
-    While one rank computes a prompt and the others only decode, all of their requests wait for it. So the prompt is held back for
-    about as many steps as there are requests that would wait, in the hope that other ranks get prompts too. Ranks with nothing
-    to do do not count. O(ranks).
+    While one rank computes a prompt and the others only decode, all of their requests wait for it. So the prompt is held back
+    for a number of steps, about the number of requests that would wait, in the hope that other ranks get prompts too. Ranks with
+    nothing to do do not count. O(ranks).
 
     Args:
         demands: What each could.
@@ -351,7 +351,7 @@ class RankHandoffs:
 
     Args:
         ranks: Each rank's part.
-        choose: The rank for a request of whose tokens each rank lacks so many.
+        choose: Chooses the rank for a request, given how many of its tokens each rank has not cached.
     """
 
     def __init__(self, ranks: Sequence[Handoffs], choose: Callable[[Sequence[int]], int]) -> None:
@@ -399,7 +399,8 @@ _Block = tuple[Medium, bytes]
 
 
 class MergedEvents:
-    """What each rank has, and what of that the others have too. O(blocks that change) times ranks; O(cached blocks) of memory.
+    """What each rank has, and the part of it that the other ranks have too. O(blocks that change) times ranks; O(cached blocks)
+    of memory.
 
     Args:
         ranks: Their number.

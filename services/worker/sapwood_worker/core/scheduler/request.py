@@ -75,8 +75,8 @@ class RowDrafter(Protocol):
         ...
 
     def propose(self, unknown: int, most: int) -> list[int]:
-        """The tokens that it expects, at most so many, after those that the request has and ``unknown`` further ones; -1 for
-        one that it would have to compute."""
+        """The draft tokens, at most ``most``, after the request's tokens and ``unknown`` further ones; -1 for a token that
+        would have to be computed."""
         ...
 
 
@@ -169,7 +169,7 @@ class Request:
         size: Tokens to compute when it was first looked at in the queue, without those cached then; None: it was not.
         held: Whether it waits for pages that are being fetched; it is not admitted meanwhile.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of an earlier try.
-        enters: Whether it has a row of which the runner does not know yet.
+        enters: Whether the request has a row that the runner does not know yet.
         prompt_logprobs: Log probabilities of the prompt that no output has carried yet.
         processed: Whether it has logit processors.
         failure: What a logit processor of it failed with.

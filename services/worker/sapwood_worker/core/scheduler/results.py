@@ -29,7 +29,7 @@ class StepResults:
     Args:
         running: The requests that steps compute.
         lifecycle: Ends those that are done.
-        fairness: Is told of the tokens that prompts' last chunks sampled.
+        fairness: Counts the tokens that prompts' last chunks sampled.
         handoffs: Keeps the pages of prompts for other workers.
 
     Attributes:
@@ -247,8 +247,8 @@ def end_output(
 
 # The scheduler's part in KV transfers: which prompts and pages are offered to other workers, and what is pulled from them.
 #
-# A request that hands off ends here with its prompt; its pages are kept for the worker that goes on with it
-# (``leases.py``). There its pages are pulled, if need be before it comes (``reads.py``).
+# A request that hands off ends here with its prompt; its pages are kept for the worker that continues it (``leases.py``).
+# There its pages are pulled, if need be before it comes (``reads.py``).
 #
 # Complexity: O(pages of the prompt) for each prompt, O(leases) a poll.
 
@@ -276,7 +276,7 @@ class Handoffs:
         return None if self._tiers is None else self._tiers.leases
 
     def offer(self, request: Request) -> None:
-        """Offers a prompt of which a chunk has been computed: each page is kept from when it is in the host's memory on."""
+        """Offers a prompt once a chunk of it has been computed. Each page is kept from the moment it is in host memory."""
         assert self._leases is not None, "the front lets no such request through"
         self._leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
 
@@ -319,7 +319,8 @@ class Handoffs:
         return self._leases is not None and self._leases.offering
 
     def poll(self) -> list[RequestOutput]:
-        """Ends leases whose time is over, lets go of pages of which nothing was heard for long, and returns as :meth:`tickets`.
+        """Ends leases whose time is over, releases announced pages that no message has named for long, and returns outputs as
+        :meth:`tickets` does.
 
         To be called right after all messages were taken: a step may take longer than a lease, and renewals wait meanwhile.
         """
@@ -330,7 +331,7 @@ class Handoffs:
         return [] if self._leases is None else _outputs(self._leases.poll())
 
     def tickets(self) -> list[RequestOutput]:
-        """Outputs for requests of which pages are now kept for another worker.
+        """Outputs for requests whose pages are now kept for another worker.
 
         While the prompt is still being computed, an output names the pages so far; the request's last output names all.
         """
@@ -373,7 +374,7 @@ class Lifecycle:
         limit: Most tokens of a request, prompt and output together.
         waiting: The queue of requests that were let in.
         running: The batch that admission moves them to.
-        fairness: Is told which tenants are busy.
+        fairness: Learns which tenants are busy.
         cache: The prefix cache.
         tiers: The KV cache's lower tiers; None: there are none.
         handoffs: Keeps pages of requests for other workers.

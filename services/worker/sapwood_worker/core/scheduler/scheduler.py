@@ -2,10 +2,10 @@
 
 Algorithm (iteration-level scheduling as in Orca, chunked prefill as in Sarathi-Serve, paged KV as in vLLM): a step takes one
 token of every request that decodes, then shares its prompt tokens between tenants, and in each between long and short prompts
-(``admission.py``): as many as keep the step short (``batch.py``). Waiting requests start in order (:class:`AdmissionOrder`)
-while rows, budget and pages last. When pages run out, unused prefixes are evicted. If that is not enough, requests are retracted
-(``admission.py`` explains why every request still ends). Requests are also retracted to make room for one of a higher priority,
-where priorities count, and for a tenant of which nothing runs.
+(``admission.py``). The number of prompt tokens keeps the step short (``batch.py``). Waiting requests start in order
+(:class:`AdmissionOrder`) while rows, budget and pages last. When pages run out, unused prefixes are evicted. If that is not
+enough, requests are retracted (``admission.py`` explains why every request still ends). Requests are also retracted to make room
+for one of a higher priority, where priorities count, and for a tenant with no running request.
 
 Complexity: a step costs O(running), and O(pages) of the admitted prompts in the radix tree, however much is cached. Bound: at
 most ``max_running`` rows and ``max_waiting`` queued requests.
@@ -62,7 +62,7 @@ class Demand(NamedTuple):
 
 
 _LOOKED_AT = 8
-"""Waiting requests of which it is looked up how much they would have to compute."""
+"""The most waiting requests whose uncached tokens are counted."""
 
 
 def measure_demand(running: RunningBatch, admissible: Iterable[Request], cached: Callable[[Request], int]) -> Demand:
@@ -168,7 +168,7 @@ def _with_tiers(load: Load, tiers: HierarchicalCache, page_size: int) -> Load:
 class Scheduler:
     """The core of the worker. Single-threaded.
 
-    ``schedule`` and ``update`` alternate, or ``schedule`` is ahead of ``update``: by one step, or by as many as there are
+    ``schedule`` and ``update`` alternate, or ``schedule`` is ahead of ``update``: by one step, or by the number of
     micro-batches.
 
     Args:
@@ -290,7 +290,7 @@ class Scheduler:
         return self._tiers is not None and self._tiers.busy
 
     def wait_for_storage(self, seconds: float) -> None:
-        """Returns when the cache's third tier has something for the next step, or after so many seconds."""
+        """Waits until the cache's third tier has something for the next step, or the given seconds are over."""
         if self._tiers is not None:
             self._tiers.wait(seconds)
         else:

@@ -251,7 +251,7 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
 def add_to(
     grpc_server: Any, worker: WorkerService, engine: Engine, config: WorkerConfig, draining: asyncio.Event
 ) -> None:
-    """Adds the protocol to a gRPC server that serves the worker's own; arguments as of :class:`SglangService`."""
+    """Adds the protocol to a gRPC server that serves the worker's own; takes the arguments of :class:`SglangService`."""
     service = SglangService(worker, engine, config, draining)
     sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server(service, grpc_server)
 

@@ -294,12 +294,12 @@ class AttentionBackend:
         abilities: What it can do.
         prefill: Makes the attention of any ragged batch; None: it has none.
         decode: Makes the attention of one token for each of any number of requests; None: it has none.
-        graphs: Makes what makes the attention of so many decodes that can be captured in a CUDA graph: ``plan`` writes to the
+        graphs: Makes the factory of attention for a number of decodes that a CUDA graph can capture: ``plan`` writes to the
             addresses that a captured ``attend`` reads. None: steps run without graphs.
-        shared: Likewise for decodes that share keys (``AttentionBatch.runs``), of so many or, for None, of any number. It may
-            return None for a model that it cannot serve. It is captured only with ``graphs``. None: each request reads its keys
-            by itself.
-        shared_prompts: Makes the attention of chunks of prompts of which some share keys, likewise; not asked for latent
+        shared: Likewise for decodes that share keys (``AttentionBatch.runs``), for the given number of decodes or, with None, for
+            any number. It may return None for a model that it cannot serve. It is captured only with ``graphs``. None: each
+            request reads its keys by itself.
+        shared_prompts: Makes the attention for chunks of prompts, some of which share keys, likewise; not called for latent
             attention. None: each request reads its keys by itself.
         prompt_tile: Tokens of a request that read keys together, without ``shared_prompts``.
         reads_keys: Whether it reads ``AttentionBatch.keys``.

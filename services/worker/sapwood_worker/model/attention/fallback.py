@@ -49,7 +49,7 @@ class MeanwhileAttention:
     Args:
         now: Computes at first.
         later: Needs what is being compiled when it first plans, not before.
-        compiling: What ``later`` waits for. If it fails, ``now`` goes on.
+        compiling: What ``later`` waits for. If it fails, ``now`` stays in use.
     """
 
     def __init__(self, now: StepAttention, later: StepAttention, compiling: Compiling) -> None:
@@ -88,7 +88,7 @@ def meanwhile(
     Decodes, which are captured in graphs, stay with ``now``; prompts go to their own backend once it is there.
 
     Args:
-        prefill, decode: What was chosen, of which some need the libraries.
+        prefill, decode: The chosen backends. Some backends need the libraries.
         needs: What the model asks.
         ops: The device's operations.
         compiling: The libraries.

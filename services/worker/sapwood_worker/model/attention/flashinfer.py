@@ -54,7 +54,7 @@ def _decode(parts: AttentionParts) -> StepAttention:
 
 
 def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
-    """Makes the attention of so many decodes at fixed addresses, or of any number (None)."""
+    """Makes the attention for this many decodes at fixed addresses, or for any number (None)."""
     from sapwood_kernels.attention.flashinfer import DecodeAttention
     from sapwood_kernels.attention.split_decode import MOST_SPLIT, SplitDecodeAttention
 

@@ -18,8 +18,9 @@ from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLaye
 from sapwood_worker.model.pools.device_pool import DevicePool
 
 LEAST_PLANNED = 1024
-"""Tokens from which on a whole prompt is computed by cuDNN, where torch prefers it, as it plans for each length. A layer of 16
-heads of 192 took an H200 24 us by it and 45 by flash attention at 1024 tokens, 15 and 22 at 512, 71 and 147 at 2048."""
+"""The least number of tokens of an unchunked prompt that cuDNN computes, where torch prefers cuDNN, which plans for each length.
+A layer of 16 heads of 192 took an H200 24 us by it and 45 by flash attention at 1024 tokens, 15 and 22 at 512, 71 and 147 at
+2048."""
 _EXPANDED = 1 << 27
 """Numbers of keys and values that are expanded at once."""
 _GATHERED = 16384
@@ -152,7 +153,7 @@ def _attend(
     heads, dim = query.shape[1:]
     latent, value_dim = layer.latent, layer.latent.value_dim
     most = max(each.keys for each in group)
-    # By what a prompt is filled up to, as lengths that are to have the same plan must have as many heads at once.
+    # Prompts are padded to a multiple of this, because lengths with the same plan must compute the same number of heads at once.
     count = max(1, _EXPANDED // (rounded(most) * (dim + value_dim)))
     for start in range(0, heads, count):
         some = slice(start, min(start + count, heads))
@@ -209,7 +210,7 @@ def _attend_short(layer: AttentionLayer, query: Tensor, group: _Group, vectors: 
 def _attended(query: Tensor, key: Tensor, value: Tensor, scale: float, *, planned: bool) -> Tensor:
     """Attention of the last queries of a request over its keys: [T, H, D], [M, H, D] and [M, H, V] -> [T, H, V].
 
-    ``planned``: by cuDNN, if torch prefers it, which it does for as many queries as keys.
+    ``planned``: by cuDNN, if torch prefers cuDNN; torch does so if there are as many queries as keys.
     """
     from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler, which other workers never need
 

@@ -44,8 +44,7 @@ Runs = tuple[SharedRuns | None, ...]
 """What requests share in each page table."""
 
 LEAST_SPARED = 8192
-"""Keys whose reading has to be spared for sharing to pay: to read so many takes as long as the additional kernel in each
-layer."""
+"""Sharing pays only if it saves reading this many keys: reading them takes as long as the additional kernel in each layer."""
 _LEAST_RUN = 128
 """Keys of the shortest run that is read for itself."""
 _LEVELS = 8
@@ -65,7 +64,7 @@ class _Found:
     def __init__(self, table: npt.NDArray[np.int32], page_size: int, whole: IntArray, runs: SharedRuns | None) -> None:
         self.runs = runs
         self._longest = -(-_LEAST_RUN // page_size)
-        if runs is None:  # two with so many pages in common would have a run
+        if runs is None:  # two requests with this many common pages would have a run
             self._ends = np.minimum(whole, self._longest)
         else:
             self._ends = np.zeros(len(table), np.int64)
@@ -99,7 +98,7 @@ class SharedPrefixes:
         self._last: dict[int, _Found] = {}
 
     def find(self, tables: Sequence[npt.NDArray[np.int32]], lengths: IntArray) -> Runs | None:
-        """What requests, of each of which one token is computed, share in each page table; None if it does not pay.
+        """The pages that decoding requests share in each page table; None if sharing does not pay.
 
         Args:
             tables: int32 [B, P], as :class:`AttentionBatch` has them; the first decides.
@@ -138,7 +137,7 @@ class SharedPrefixes:
         return first, *(find_runs(table, starts + 1, self._page_size) for table in tables[1:])
 
     def order(self, table: npt.NDArray[np.int32], lengths: IntArray) -> PromptOrder | None:
-        """An order of prompts of which some begin with the same keys; None if none do. O(pages).
+        """An order of prompts that puts prompts with the same first keys side by side; None if no prompts share keys. O(pages).
 
         Args:
             table: int32 [B, P], as :class:`AttentionBatch` has it.
@@ -181,7 +180,7 @@ def find_runs(table: npt.NDArray[np.int32], lengths: IntArray, page_size: int) -
 
     Args:
         table: int32 [B, P]: each request's pages in order; entries beyond its last are undefined.
-        lengths: int64 [B]: each request's keys, of which the last is its own: it has just been written.
+        lengths: int64 [B]: the number of each request's keys. The last key has just been written.
         page_size: Tokens in a page.
     """
     count = len(table)
@@ -262,7 +261,7 @@ class KernelAttention(Generic[KernelT]):
             kernel.plan(query_indptr, batch.keys)
 
     def advance(self, by: int | Tensor) -> None:
-        """Lets each planned request have so many more keys, or fewer; the plan's pages must hold them.
+        """Adds ``by`` keys to each planned request (fewer, if negative); the plan's pages must hold them.
 
         Args:
             by: How many; int64 [B] on the device: how many each.
@@ -450,7 +449,7 @@ class PagedAttention:
         return len(self._parts[0].indices)
 
     def graphs(self) -> Callable[[int], StepAttention] | None:
-        """Makes the attention of so many decodes at fixed addresses, for CUDA graphs; None: it cannot be captured."""
+        """Makes the attention for a number of decodes at fixed addresses, for CUDA graphs; None: it cannot be captured."""
         if self._make_graphs is None:
             return None
         makes = [self._make_graphs(parts) for parts in self._parts]

@@ -39,8 +39,8 @@ from sapwood_worker.records.kv_layout import KVComponent
 _TILE = 256
 # Tiles of at least this many queries are computed alone: batching them gains nothing and costs padding.
 _ALONE = 32
-# Latent attention makes the keys of all of a tile's positions anew: more queries share that, and the mask has more
-# numbers.
+# Latent attention decompresses the keys of all positions of a tile: with a larger tile more queries share that work, but the
+# mask is larger.
 _LATENT_TILE = 1024
 _EXPANDED = 1 << 26
 """Numbers of keys and values that are expanded at once."""
@@ -430,7 +430,7 @@ class TorchSharedAttention:
                 at = np.arange(begin, int(end))[None]
                 every = _tiles(_stretches(rows[members], rows[members + 1]))
                 parts += [self._part(layer, some, members[:1], at, _before(at, reach[some])) for some in every]
-        # Requests with one token and about as many keys of their own go together.
+        # Requests with one token are grouped by about the same number of own keys.
         begins = np.maximum(starts, oldest)
         counts = lengths - begins
         kinds = np.where(tokens == 1, np.ceil(np.log2(counts)).astype(np.int64), -1)
@@ -479,7 +479,7 @@ def _stretches(begins: IntArray, ends: IntArray) -> IntArray:
 
 
 def _tiles(rows: IntArray) -> list[IntArray]:
-    """The rows, as many at a time as are computed at once."""
+    """Yields the rows in batches of the size that is computed at once."""
     return np.array_split(rows, -(-len(rows) // _TILE))
 
 

@@ -110,7 +110,7 @@ def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
 
 
 def shared_decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
-    """Makes the attention of so many decodes that share keys, or of any number (None)."""
+    """Makes the attention for this many decodes that share keys, or for any number (None)."""
     from sapwood_kernels.attention.latent.decode import SharedLatentDecodeAttention
     from sapwood_kernels.attention.shared_decode import SharedDecodeAttention
 

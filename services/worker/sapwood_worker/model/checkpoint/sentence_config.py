@@ -61,7 +61,7 @@ class SentenceConfig:
     Attributes:
         pooling: ``mean``, ``last`` or ``cls``.
         normalizes: Whether vectors have length 1.
-        max_tokens: Longer inputs are cut to so many tokens; 0: none is cut.
+        max_tokens: Longer inputs are cut to this many tokens; 0: no input is cut.
         special_ids: Special tokens; those at an input's end stay when it is cut.
         shortened: Lengths to which vectors may be cut, for which the model was trained; empty: any; None: they may not be cut.
     """

@@ -134,7 +134,7 @@ class AllReduce:
         self._calls[name] += 1
 
     def method(self, num_bytes: int) -> SumMethod:
-        """What sums tensors of so many bytes. O(choices)."""
+        """The all-reduce for tensors of this many bytes. O(choices)."""
         return _of(self._choices, num_bytes)
 
     def __call__(self, x: Tensor) -> None:

@@ -59,7 +59,7 @@ class Case(Protocol):
 
 
 class TrialNorm:
-    """A norm as of a model's layers.
+    """A norm like those in a model's layers.
 
     Args:
         width: Numbers that are normed together.

@@ -19,17 +19,17 @@ _LEAST_SAVED = 8 << 20
 class DataParallelRows:
     """Takes rows from the ranks that have them to layers that are split over all ranks, and the layers' sums back.
 
-    Each rank sends as many rows as the rank that has most; rows that only pad are not computed. Where few ranks have many rows,
-    as of one long prompt, each of them sends its rows by itself, and the others none. Before the first :meth:`begin`, as where
-    a graph is captured, every rank has as many.
+    Each rank pads its rows to the number of the rank that has most; padding rows are not computed. Where few ranks have many
+    rows, for example one long prompt, each of them sends its rows by itself, and the others none. Before the first :meth:`begin`,
+    for example while a graph is captured, every rank has the same number of rows.
 
     Args:
         group: The ranks.
         ops: The operations of the device where rows are.
 
     Attributes:
-        seen: int64 [1]: a digest of the rows that this rank has computed layers for since :meth:`begin`; whoever takes them to a
-            layer adds to it. They are all ranks' rows, so that it is the same on every rank, or one of them got others.
+        seen: int64 [1]: a digest of the rows that this rank has computed layers for since :meth:`begin`; the code that takes
+            rows to a layer updates it. They are all ranks' rows, so that it is the same on every rank, or one of them got others.
     """
 
     def __init__(self, group: Group, ops: DeviceOps) -> None:
@@ -49,12 +49,12 @@ class DataParallelRows:
         self._most, self._own = max(counts), counts[self._group.rank]
 
     def forget(self) -> None:
-        """Makes it as before the first :meth:`begin`. Whoever builds a model does, as its graphs are captured with what is here;
-        another model of the same ranks may have computed steps."""
+        """Makes it as before the first :meth:`begin`. The builder of a model calls this, because the model's graphs are captured
+        with this state; another model of the same ranks may have computed steps."""
         self._told, self._places = False, None
 
     def sizes(self, rows: int) -> tuple[int, int]:
-        """How many of so many rows are this rank's own, and how many the rank has that has most."""
+        """How many of these rows belong to this rank, and how many the rank with most rows has."""
         return (self._own, self._most) if self._told else (rows, rows)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 class PartialSums(Group):
-    """A group whose ranks keep their parts of sums: whoever calls the layer takes them to the ranks that need them.
+    """A group whose ranks keep their partial sums: the layer's caller sends them to the ranks that need them.
 
     Args:
         group: The ranks.

@@ -79,7 +79,7 @@ def choose_exchange(group: Group, rows: DataParallelRows, shape: RowShape, ops: 
     """What sends rows to the ranks of their experts, if it is right on this machine; called by all ranks together.
 
     Args:
-        group: The ranks, each of which has some of the experts.
+        group: The ranks. Each rank has some of the experts.
         rows: What each rank has.
         shape: The rows.
         ops: The device's operations.
@@ -115,7 +115,8 @@ def _fault(group: Group, ways: RowWays, ops: DeviceOps, replay: Replay) -> str:
 
 @torch.inference_mode()
 def _try(group: Group, ways: RowWays, rows: int, ops: DeviceOps, replay: Replay) -> str:
-    """What is wrong with them for so many rows, here: once as they come, then again and again as steps do."""
+    """Tests the kernels with this many rows on this machine, once alone and then repeatedly as in steps; returns what is
+    wrong."""
     shape, device, experts = ways.shape, ops.device, ways.shape.experts
     each = experts // group.size
     x = torch.empty(rows, shape.width, dtype=shape.dtype, device=device)

@@ -60,7 +60,8 @@ class RowWays(Protocol):
 
 
 class ExpertExchange:
-    """Has the experts of all ranks compute this rank's rows. Many rows, most of which all ranks would get, go to all ranks.
+    """Has the experts of all ranks compute this rank's rows. A large batch goes to all ranks, because all ranks would get most of
+    its rows anyway.
 
     Args:
         group: The ranks.
@@ -70,7 +71,7 @@ class ExpertExchange:
 
     Attributes:
         moved: As the ways have it.
-        told: The same on the host, when it was read last.
+        told: The host's copy of the counts, at the last read.
     """
 
     def __init__(self, group: Group, rows: DataParallelRows, ways: RowWays, ops: DeviceOps) -> None:
@@ -123,7 +124,7 @@ class ExpertExchange:
         return int(sent * (shape.row_bytes + shape.sum_bytes) + 2 * gathered * (self._group.size - 1) * shape.sum_bytes)
 
     def forget(self) -> None:
-        """Begins anew to count."""
+        """Sets the counts to zero."""
         self.moved.zero_()
 
 

@@ -1,4 +1,4 @@
-"""Long products and experts of which ranks have parts, in pieces: while one piece is summed over the ranks, the next is computed.
+"""Splits long products and experts into chunks: while one chunk is all-reduced over the ranks, the next is computed.
 
 Where a norm reads the sums next, nobody waits for the last pieces. What comes after the norm is computed piece by piece, too,
 each when its sum is there, so that sums also run beside the products of the next layer. Only around the first and the last sum
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CutKind = Literal["products", "layers of experts"]
-"""What is cut by a table of its own: products, or what of a layer with experts comes after its attention."""
+"""A kind of work with a table of its own: a product, or the part of a layer with experts after its attention."""
 Cuts = Sequence[tuple[int, int]]
 """In how many pieces rows are cut: pairs of the least rows and the pieces, ascending by rows."""
 
@@ -84,7 +84,7 @@ class Coming:
         self._left = list(zip(pieces, residual.split_with_sizes([len(part) for part, _ in pieces]), strict=True))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each piece and the rows that whoever takes it adds it to."""
+        """Each chunk, and the rows that its receiver adds it to."""
         while self._left:
             (part, wait), rows = self._left.pop(0)
             wait()
@@ -127,7 +127,7 @@ class Overlap:
         return "; beside ".join(found)
 
     def pieces(self, rows: int, kind: CutKind = "products") -> int:
-        """In how many pieces so many rows are cut."""
+        """Into how many chunks this many rows are cut."""
         return next((count for least, count in reversed(self._tables.get(kind, ())) if rows >= least), 1)
 
     def run(
@@ -162,7 +162,7 @@ class Overlap:
         return residual
 
     def coming(self, residual: Tensor) -> Coming | None:
-        """What is still to be added to this residual, which whoever asks does; None: nothing."""
+        """What is still to be added to this residual; the caller adds it. None: nothing."""
         found = self._coming
         if found is None or found.residual is not residual:
             return None
@@ -177,7 +177,7 @@ class Overlap:
 
 
 def sizes_tried(most: int, kind: CutKind = "products") -> list[int]:
-    """Rows by which :func:`best_table` chooses, where steps have so many tokens at most; ascending."""
+    """The row counts that are measured for :func:`best_table`, if steps have at most this many tokens; ascending."""
     sizes: list[int] = []
     while (size := _FEWEST_OF[kind] * _FEWEST_ROWS << len(sizes)) <= min(most, _MOST_ROWS):
         sizes.append(size)
@@ -185,7 +185,7 @@ def sizes_tried(most: int, kind: CutKind = "products") -> list[int]:
 
 
 def counts_tried(rows: int) -> list[int]:
-    """The numbers of pieces that are tried for so many rows."""
+    """The numbers of chunks that are tried for this many rows."""
     return [count for count in _COUNTS if rows // count >= _FEWEST_ROWS]
 
 
@@ -193,8 +193,8 @@ def best_table(seconds: Sequence[tuple[int, int, float]], captured: int = 0) -> 
     """What :meth:`Overlap.cut` takes.
 
     Args:
-        seconds: Of so many rows in so many pieces, in their order.
-        captured: Up to so many rows they are a CUDA graph's, and tell nothing of more rows, which the host launches.
+        seconds: The measured seconds for a number of rows and a number of chunks, in their order.
+        captured: Up to this many rows run in CUDA graphs. Their times do not predict larger steps, which the host launches.
     """
     table: list[tuple[int, int]] = []
     found: dict[int, tuple[int, float]] = {}

@@ -81,7 +81,7 @@ class Parallel:
             copies: Whether ranks share one where there are fewer things than ranks.
 
         Raises:
-            ConfigError: They cannot be split over so many ranks.
+            ConfigError: The heads or outputs cannot be split over this many ranks.
         """
         ranks = self.tp.size
         if count % ranks == 0:
@@ -93,7 +93,7 @@ class Parallel:
         return Span(self.tp.rank * count // ranks * width, each * width, count * width)
 
     def own_experts(self, count: int) -> Span:
-        """Which of so many experts this rank has, by expert parallelism.
+        """Which of this many experts this rank has, with expert parallelism.
 
         Raises:
             ConfigError: Ranks would have more or fewer than others.
@@ -129,7 +129,7 @@ class Parallel:
             width: The width.
 
         Raises:
-            ConfigError: It cannot be split over so many ranks.
+            ConfigError: The model cannot be split over this many ranks.
         """
         return whole(width) if self.ep.size > 1 else self.shard(what, width)
 
@@ -144,7 +144,7 @@ def split_layers(costs: Sequence[int], stages: int) -> list[range]:
     """Neighbouring layers for each stage, at least one, so that the dearest stage is as cheap as it can be. O(layers^2 * stages).
 
     Args:
-        costs: What each layer costs; at least as many as stages.
+        costs: What each layer costs; there are at least as many layers as stages.
         stages: How many stages there are.
     """
     before = [0, *accumulate(costs)]

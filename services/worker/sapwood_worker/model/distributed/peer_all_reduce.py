@@ -98,7 +98,7 @@ def _raise_first(said: Sequence[str]) -> None:
 
 
 MOST_BYTES = 16 << 20
-"""About the most bytes of a tensor that is summed this way. Six times as many are the memory for it."""
+"""About the most bytes of a tensor that is summed this way. The memory for it is six times this size."""
 _TRIAL_TRIES = 1 << 23
 """How often a rank looks for what others write while a method is tried: for some seconds, as they may yet compile the kernel."""
 _CALLS, _REPLAYS, _ROUNDS = 10, 3, 5

@@ -1,8 +1,9 @@
 """Stages of a pipeline: what they give each other, and the steps that are cut for them.
 
 Sends have a queue of the device's beside the one that computes, and a buffer each. So a stage computes on while what it has sent
-waits for its receiver, which may still compute an earlier step. The rest is exchanged on the queue that computes: nothing there
-goes on without it, and a receive that waited beside would take multiprocessors from the computation meanwhile.
+waits for its receiver, which may still compute an earlier step. The rest is exchanged on the queue that computes: the
+computation there cannot continue without it, and a receive waiting on another queue would take multiprocessors from the
+computation.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class MicroBatches:
         self.reason = f"a stage takes {fixed * 1e3:.2f} ms and {each * 1e6:.1f} us for each token"
 
     def count(self, tokens: int) -> int:
-        """Into how many a step of so many tokens is cut."""
+        """Into how many chunks a step of this many tokens is cut."""
         return max(1, min(round(math.sqrt(self._ratio * tokens)), tokens // _FEWEST_TOKENS))
 
     def of(self, step: Step) -> list[Step]:
@@ -109,7 +110,7 @@ def measured(parallel: Parallel, compute: Callable[[int], object], most: int) ->
 
     Args:
         parallel: The groups; of several stages.
-        compute: Computes a step of so many tokens to its end.
+        compute: Computes a step of a given number of tokens to its end.
         most: Tokens of the larger step.
     """
     few = min(_FEWEST_TOKENS, most)

@@ -285,10 +285,10 @@ def join_groups(
         pipeline: Stages of a pipeline.
         data: Data-parallel copies.
         expert: Ranks of an expert-parallel group; divides ``data * tensor``.
-        rendezvous: Where they meet: ``tcp://HOST:PORT`` as of :func:`_store`, or ``file://PATH``.
+        rendezvous: Where they meet: ``tcp://HOST:PORT`` as :func:`_store` returns it, or ``file://PATH``.
         backend: ``gloo``, or ``cpu:gloo,cuda:nccl``.
         timeout: Seconds for the meeting.
-        exchange_timeout: Seconds for each exchange after it; None: as many.
+        exchange_timeout: Seconds for each exchange after the first; None: the same as for the first.
         listener: Rank 0's file descriptor of the socket that listens at the rendezvous' port; None: it opens it.
         waits: Shows for which ranks this one waits; None: nobody looks.
 

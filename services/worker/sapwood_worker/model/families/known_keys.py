@@ -36,7 +36,7 @@ class KnownKeys:
 
     Attributes:
         file: What the file is called, for people.
-        read: The settings that are read; empty: whoever reads notes it.
+        read: The settings that are read; empty: the reader of the settings notes them.
         harmless: Settings that change no number of ours, by the reason; names with spaces between.
         limited: Settings that are harmless with some values only.
     """

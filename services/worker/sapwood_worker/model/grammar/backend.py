@@ -45,7 +45,7 @@ class GrammarBackend(Protocol):
 
         Args:
             compiled: A serialised artefact.
-            generated: Output tokens of an earlier try, from which the request goes on.
+            generated: Output tokens of an earlier attempt, after which the request continues.
 
         Raises:
             InvalidArgumentError: The artefact is damaged or of another vocabulary, the tokens do not match it, or the backend

@@ -32,7 +32,7 @@ from sapwood_worker.model.grammar.backend import (
 from sapwood_worker.records.grammar_state import GrammarState
 
 _SLICES = (r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+')
-"""Sets of tokens, each of which is allowed or forbidden as a whole wherever a grammar allows all text that matches: inside JSON
+"""Sets of tokens. A set is allowed or forbidden as a whole wherever a grammar allows all text that matches: inside JSON
 strings, and inside those of a limited length while at least ten characters are left. The library has two more by default, for
 white space and for thirty characters. Without them the slowest mask is no slower, and each would be another index of nearly all
 tokens."""

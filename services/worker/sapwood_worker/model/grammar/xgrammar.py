@@ -193,7 +193,7 @@ def start(settings: bytes) -> Callable[[bytes], bytes]:
 
 
 def _compile(compiler: Any, source: GrammarSource, special_names: Sequence[str]) -> Any:
-    """Compiles; leaves out more and more of lenient schemas until what is left compiles."""
+    """Compiles a schema; leaves out more and more of a lenient schema until the rest compiles."""
     if source.kind not in ("json_schema", "structural_tag"):
         return _compile_step(compiler, source, special_names, 0)
     try:

@@ -194,7 +194,7 @@ def _taken(raw: Mapping[str, object], layers: int, folder: Path) -> tuple[int, .
     the configuration, or an early, a middle and a late one.
 
     Heads are published with either of two conventions, in ``eagle_config`` or beside it. vLLM reads ids as those of layers'
-    inputs. SGLang and SpecForge write ids of layers' outputs, the first of which is 1. So a first id of 1 tells them apart, as
+    inputs. SGLang and SpecForge number the layers' outputs from 1. So a first id of 1 tells them apart, as
     in SGLang (sgl-project/sglang#25454): nobody takes the input of layer 1.
     """
     key, own = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config")

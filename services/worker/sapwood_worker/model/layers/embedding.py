@@ -21,7 +21,7 @@ class VocabTable:
 
     Attributes:
         part: Which rows the rank has.
-        method: Looks rows up, and multiplies with as many as any rank has: zeros where this one has fewer.
+        method: Looks rows up and multiplies with them. Every rank has the same number of rows; missing rows are zeros.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:

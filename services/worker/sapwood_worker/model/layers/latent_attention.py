@@ -57,7 +57,7 @@ class LatentConfig:
 
 
 class LatentAttention(Layer):
-    """Latent attention over the paged cache; heads are split over the ranks, of which each caches every token's vector.
+    """Latent attention over the paged cache; heads are split over the ranks, and each rank caches every token's vector.
 
     Args:
         hidden_size: Width in and out.

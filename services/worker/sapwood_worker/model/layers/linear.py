@@ -41,7 +41,7 @@ class RankSum:
         return self._following
 
     def norm_follows(self, norm: AnyNorm) -> None:
-        """Tells which norm comes next to see the residual that outputs are added to. Whoever sees it before has it settled:
+        """Tells which norm comes next to see the residual that outputs are added to. Code that needs the residual earlier calls
         ``Overlap.settle``."""
         self._following = norm if isinstance(norm, RMSNorm) else None
 
@@ -114,7 +114,7 @@ class Linear(Layer):
         self.method.finish()
 
     def gates(self, rows: int) -> bool:
-        """Whether a gated activation after a product of so many rows costs nothing."""
+        """Whether a gated activation after a product of this many rows costs nothing."""
         return self.method.fuses(rows).gate_after
 
 

@@ -45,7 +45,7 @@ class RMSNorm(Layer):
         self._kept = x, normed
 
     def has(self, x: Tensor) -> bool:
-        """Whether x is what :meth:`keep` was last told of."""
+        """Whether x is the tensor of the last :meth:`keep`."""
         return self._kept is not None and self._kept[0] is x
 
     def computes(self, x: Tensor) -> bool:
@@ -57,7 +57,7 @@ class RMSNorm(Layer):
         self._overlap = overlap
 
     def pieces(self, x: Tensor) -> Iterator[Tensor] | None:
-        """The normed rows of x, [T, N] in all, as what is still to be added to them comes; None: all is there. Whoever asks takes
+        """The normed rows of x, [T, N] in all, as what is still to be added to them comes; None: all is there. The caller takes
         all of them."""
         overlap, self._overlap = self._overlap, None
         coming = None if overlap is None else overlap.coming(x)
@@ -163,7 +163,7 @@ class WidthNorm(Layer):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, context: LayerContext) -> None:
         super().__init__()
         queries, keys = self._queries, self._keys = _shards(num_heads, num_kv_heads, head_dim, context)
-        # Ranks of which several have the same key head count it several times.
+        # A key head that several ranks have is counted several times.
         key_copies = max(1, context.parallel.tp.size // num_kv_heads)
         self._prefix, self._eps, self._group = context.prefix, eps, context.split_over
         size = queries.size + keys.size
@@ -181,7 +181,7 @@ class WidthNorm(Layer):
         }
 
     def forward(self, qkv: Tensor) -> Tensor:
-        """[T, outputs of the projection], of which it norms queries and keys in place."""
+        """[T, outputs of the projection]; its queries and keys are normed in place."""
         both = qkv[:, : len(self._weight)]
         parts = torch.split(both.float(), [self._queries.size, self._keys.size], dim=1)
         means = torch.stack([part.square().sum(1) for part in parts], 1) * self._shares
@@ -219,7 +219,7 @@ class HeadLayerNorm(Layer):
         }
 
     def forward(self, qkv: Tensor) -> Tensor:
-        """[T, outputs of the projection], of which it norms query and key heads in place."""
+        """[T, outputs of the projection]; its query and key heads are normed in place."""
         count, dim = self._weight.shape
         heads = qkv.view(len(qkv), -1, dim)[:, :count]
         heads.copy_(F.layer_norm(heads.float(), (dim,), eps=self._eps) * self._weight)
@@ -230,7 +230,7 @@ AnyQKNorm = QKNorm | WidthNorm | HeadLayerNorm
 
 
 def _shards(num_heads: int, num_kv_heads: int, width: int, context: LayerContext) -> tuple[Span, Span]:
-    """This rank's query and key heads, of so many numbers each."""
+    """This rank's query and key heads, of ``width`` numbers each."""
     parallel = context.parallel
     queries = parallel.shard("num_attention_heads", num_heads, width)
     return queries, parallel.shard("num_key_value_heads", num_kv_heads, width, copies=True)

@@ -137,7 +137,8 @@ class PageParts:
             self._told.notify_all()
 
     def beyond(self, known: int, seconds: float, *, on_device: bool = False) -> int:
-        """How many groups are there: more than ``known``, unless for so many seconds there were none. For any thread.
+        """Waits until there are more than ``known`` groups, or the given seconds are over; returns how many there are. For any
+        thread.
 
         Args:
             known: So many are known of.
@@ -183,7 +184,7 @@ class PartsOfPages:
 
 
 def layer_groups(layers: Sequence[int], most: int) -> list[list[int]]:
-    """Cuts layers, in the order in which they are computed, into at most so many groups, and at least two where there are two
+    """Cuts layers, in the order in which they are computed, into at most this many groups, and at least two where there are two
     layers.
 
     The last layer is alone: nothing is computed beside its copy, so that should be short.
@@ -227,7 +228,7 @@ class SharedMemory:
 
     @staticmethod
     def create(size: int) -> SharedMemory:
-        """New memory of so many bytes.
+        """New memory of this many bytes.
 
         Raises:
             ConfigError: The system has no such memory.
@@ -281,7 +282,7 @@ class HostPool:
         part_bytes: Bytes of this rank's part of a page's content.
         parts: What is there of pages that a step is filling.
         records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are not pages of the
-            cache: whoever opens a store tests and measures it with them. With an order BATCH_PAGES more follow, for objects.
+            cache: the opener of a store tests and measures it with them. With an order BATCH_PAGES more follow, for objects.
     """
 
     def __init__(

@@ -145,7 +145,7 @@ class StagedStorer:
         return store_layers
 
     def _store(self, part: _Part, place: int, layers: int, pages: Tensor, targets: Addresses, stream: int) -> None:
-        """Copies so many of a part's layers, from the ``place``-th on."""
+        """Copies ``layers`` layers of a part, from the ``place``-th on."""
         words = layers * part.words
         rows = len(self._staged) // words
         staged = self._staged[: rows * words].view(rows, words)

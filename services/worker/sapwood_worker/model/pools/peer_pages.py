@@ -1,7 +1,7 @@
 """A device pool whose pages other processes of the host read: CUDA IPC, by the driver's own calls. Knows no torch streams.
 
-Memory is exported by whole allocations; a page's layer is an offset into one. Whoever reads must know when what it reads is in
-place, and look afterwards whether it still was.
+Memory is exported by whole allocations; a page's layer is an offset into one. A reader must know when the pages are in place,
+and check after the read that they still were.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DeviceMemory(Protocol):
         ...
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, *, batched: bool = True) -> None:
-        """Copies so many bytes from each source to its target, of the device or in the host's memory; all are there when it
+        """Copies this many bytes from each source to its target, in device or host memory; the copies are complete when it
         returns. In batches host memory must be pinned.
 
         Raises:

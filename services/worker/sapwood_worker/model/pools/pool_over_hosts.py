@@ -111,7 +111,7 @@ def join_hosts(
 
 
 class PoolOverHosts(HostPool):
-    """Host pages of which other hosts have parts. Objects are put together, and taken apart, in memory of rank 0's own.
+    """Host pages that are split over several hosts. Objects are put together, and taken apart, in memory of rank 0's own.
 
     Args:
         num_pages: Pages.

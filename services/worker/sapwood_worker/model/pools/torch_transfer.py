@@ -38,7 +38,7 @@ class Transfer(Protocol):
         ...
 
     def finish(self, *, failed: bool = False) -> None:
-        """The step's computation has been queued, or has failed: copies what is left of the pages that it fills."""
+        """The step's computation has been queued, or has failed: copies the remaining layers of the pages that it fills."""
         ...
 
     def poll(self) -> CopyReport:
@@ -79,7 +79,7 @@ class _Groups:
 
     Args:
         device: The device pool.
-        queued: Is told of a group's layers once all of these have been queued.
+        queued: Is called with a group's layers once all of them have been queued.
     """
 
     def __init__(self, device: DevicePool, queued: Callable[[Sequence[int]], object]) -> None:

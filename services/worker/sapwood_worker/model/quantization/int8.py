@@ -140,7 +140,7 @@ class Int8Method(LinearMethod):
 
 
 class QuantisedInt8(Int8Method):
-    """Loads the weight in the model's dtype and quantises it; arguments as of :class:`Int8Method`."""
+    """Loads the weight in the model's dtype and quantises it; takes the arguments of :class:`Int8Method`."""
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, ops: DeviceOps) -> None:
         super().__init__(shape, dtype, ops)

@@ -99,7 +99,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def fuses(self, rows: int) -> Fuses:
-        """What it fuses with a product of so many rows."""
+        """Which operations it fuses with a product of this many rows."""
 
     @abstractmethod
     def apply(
@@ -126,7 +126,7 @@ class LinearMethod(ABC):
 
 
 class TableMethod(LinearMethod):
-    """Weights of which rows are looked up, too: a token's embedding is a row of the matrix that may also be the output head."""
+    """Weights whose rows are also looked up: a token's embedding is a row of the matrix that may also be the output head."""
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:

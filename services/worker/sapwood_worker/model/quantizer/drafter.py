@@ -37,7 +37,8 @@ def make_drafter(source: Path, target: Path, *, layers: int | None, noise: float
         The number of its layers.
 
     Raises:
-        ConfigError: The source cannot be read or is quantised, has no more than so many layers, or the target is there.
+        ConfigError: The source cannot be read or is quantised, does not have more layers than the drafter takes, or the target
+            exists.
     """
     if not source.is_dir():
         raise ConfigError(f"{source}: draft models are made of Hugging Face directories only")

@@ -59,7 +59,7 @@ class CheckpointWriter:
         self._held[name] = tensor.detach().to("cpu").contiguous().clone()
 
     def finish(self, source: Path, changes: dict[str, Any]) -> None:
-        """Writes what is left, the configuration with these changes, and copies of the source's other files."""
+        """Writes the remaining tensors, the configuration with these changes, and copies of the source's other files."""
         self._write()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
@@ -126,7 +126,7 @@ def quantize(
         target: The new one.
         scheme: How linear layers are stored; embedding, norms and output head are copied.
         calibration: Token ids of texts by whose inputs weights are rounded; empty: to the nearest.
-        measured: Those of texts whose perplexity is told; each of two tokens at least.
+        measured: The tokens of texts whose perplexity is reported; each text has at least two tokens.
         device: Where it is computed, as torch names it.
         threads: Tensors read at once.
         progress: Told how far it is.

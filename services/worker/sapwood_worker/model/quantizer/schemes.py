@@ -38,7 +38,7 @@ def round_groups(weight: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor
 
 
 def round_by_importance(weight: Tensor, moments: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
-    """The numbers by which outputs change least; arguments and result as of :func:`round_groups`.
+    """The quantised values that change outputs least; arguments and result are those of :func:`round_groups`.
 
     Args:
         weight: float32 [N, K].
@@ -114,7 +114,7 @@ class Scheme:
     round: Callable[[Tensor, Tensor | None, torch.dtype], Rounded]
 
     def fits(self, columns: int) -> bool:
-        """Whether layers of so many inputs can be stored so."""
+        """Whether the scheme can store layers with this many inputs."""
         return self.group is None or columns % self.group == 0
 
     def configuration(self, ignored: list[str]) -> dict[str, Any]:

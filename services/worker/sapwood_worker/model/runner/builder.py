@@ -115,7 +115,7 @@ def build_drafted_runner(options: RunnerOptions, draft: RunnerOptions) -> ModelR
 
     Args:
         options: The model's.
-        draft: The draft model's, which gets as many pages and rows as the model, all in one table.
+        draft: The draft model's. It gets as many pages and rows as the model, all in one table.
 
     Raises:
         ConfigError: Either cannot be loaded, or the draft model has another vocabulary.

@@ -1,4 +1,5 @@
-"""Runs a draft model or a head: several tokens without the host in between, and what follows a check before it is over."""
+"""Runs a draft model or a head: several tokens without the host in between, and the draft after a check before the check is
+over."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class DraftingRunner(ModelRunner):
         parts: As :class:`ModelRunner` takes them.
 
     Attributes:
-        taken: Steps that were computed already, behind the check before.
-        ahead: Drafts of which as much was.
+        taken: How many steps were computed already, behind the check before.
+        ahead: How many drafts were computed ahead.
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -256,7 +257,7 @@ class DraftAhead:
         room, ends = self.room, first.starts + first.counts
         if first.entries or not np.array_equal(first.rows, room.rows):
             return None
-        # What was computed are the tokens after ``starts``, as many as ``counts`` at most.
+        # The computed tokens are those after ``starts``, at most ``counts`` for each request.
         if (first.starts <= self.starts).any() or (ends > self.starts + 1 + self.counts).any():
             return None
         there = np.minimum(room.steps, room.reach - ends)

@@ -20,7 +20,7 @@ from sapwood_worker.records.step import CompletedStep, ModelOutput, Step
 class EncoderRunner:
     """Implements :class:`sapwood_worker.records.step.Runner` for BERT-type models.
 
-    It has no KV cache; the scheduler is told of as many pages as all running requests can need.
+    It has no KV cache; it reports to the scheduler as many pages as all running requests can need.
 
     Args:
         options: What to run.

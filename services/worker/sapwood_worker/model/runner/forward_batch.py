@@ -39,7 +39,7 @@ class ForwardBatch:
 
 
 _ALIGNED = 2
-"""Tokens to a multiple of which lines are padded: kernels are compiled for addresses that 16 divides."""
+"""Lines of the input buffer are padded to a multiple of this many tokens: kernels are compiled for addresses that 16 divides."""
 
 
 def build_forward_batch(

@@ -89,7 +89,7 @@ class PoolBuilder:
         sizes: What runs at once.
         device: Where the pages are.
         scales: Of keys and values in float8; None: they are not.
-        parallel: The ranks, all of which get as many pages as the one with the least room.
+        parallel: The ranks. Each gets as many pages as the rank with the least room.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PoolBuilder:
         self._parallel = parallel
 
     def build(self, counts: Sequence[int]) -> DevicePool:
-        """A pool of so many pages in each group of the layout, beside the scratch pages.
+        """A pool with this many pages in each group of the layout, besides the scratch pages.
 
         Raises:
             ConfigError: They are too few, or there is no memory for them.
@@ -328,7 +328,7 @@ def build_host_pool(
 
 
 def _shared(parallel: Parallel, size: int, first: int) -> SharedMemory:
-    """Memory of so many bytes that the ranks of a host share. ``first`` makes it; the other ranks give a size of 0."""
+    """Memory of this many bytes that the ranks of a host share. ``first`` makes it; the other ranks give a size of 0."""
     memory = SharedMemory.create(size) if size else None
     path = parallel.exchange("" if memory is None else memory.path, str)[first]
     memory = memory or SharedMemory.open(path)
@@ -369,7 +369,7 @@ def compute_trial(
     ops: DeviceOps,
     common: int = 0,
 ) -> Tensor:
-    """The hidden states of prompts of so many tokens each, in the pool's first pages.
+    """The hidden states of prompts with these numbers of tokens, in the pool's first pages.
 
     Args:
         prompts: Tokens of each.

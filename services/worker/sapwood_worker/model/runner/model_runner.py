@@ -78,7 +78,7 @@ class ModelRunner:
         info, ops, recorded: The arguments.
         deferred: Steps that wait for the last stage; None: this is the last one, or all.
         sums: Tells how often each method has summed tensors over the ranks of a layer; None: there is one rank.
-        draft: Runs a model that drafts for this one, over as many pages; None: there is none.
+        draft: Runs the draft model, with the same number of pages; None: there is no draft model.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _finish(self, step: Step, at: Positions, hidden: Tensor, explained: list[int], spared: int) -> LaunchedStep:
-        """Samples from what the layers gave; takes part in what follows the last stage."""
+        """Samples from the layers' output; takes part in the computation after the last stage."""
         tokens = None
         if len(at.rows):
             places, rows = self.ops.to_device(np.stack((step.sampled(), at.rows)))
@@ -391,7 +391,8 @@ class ModelRunner:
         return pool_chunk(self._model.normed(hidden), pooling)
 
     def _prompt_logprobs(self, hidden: Tensor, start: int, entry: Entry) -> Logprobs:
-        """Log probabilities of the prompt tokens, at least one, that follow those from ``start`` on, of which ``hidden`` are."""
+        """Log probabilities of prompt tokens, at least one: those that follow the tokens from ``start`` on, whose states are
+        ``hidden``."""
         assert entry.prompt_logprobs is not None
         following = np.frombuffer(entry.tokens, np.uint32)[
             start + 1 : min(start + 1 + len(hidden), entry.prompt_length)
@@ -407,8 +408,8 @@ class ModelRunner:
 
 # Steps whose layers a stage of a pipeline has launched, but not yet what follows the last stage.
 #
-# What the last stage gives of a step is waited for on the queue that computes. So the layers of later steps come before
-# it there, as many as there are stages after this one, which compute them meanwhile. No stage waits for another in a
+# What the last stage gives of a step is waited for on the queue that computes. So this stage runs the layers of later steps
+# first, one step for each stage after this one; those stages compute meanwhile. No stage waits for another in a
 # circle so: an earlier stage defers no less than a later one, whose layers need its own. No step comes before one that
 # samples a token which it computes, and that the host does not know.
 class DeferredSteps:
@@ -472,7 +473,7 @@ class LaunchedStep:
         copied: Asked, when the result is taken, which copies between tiers have ended.
         ops: The operations of the results' device.
         spared_tokens: As :class:`ModelOutput` has them.
-        seen: int64 [1], as :class:`ModelOutput` has it; None: 0.
+        seen: int64 [1]: the same field of :class:`ModelOutput`; None: 0.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ class RunnerOptions:
         dtype: The dtype of weights, activations and cache; ``auto`` is float32 on a CPU, else bfloat16.
         page_size: Tokens in a page.
         num_pages: Pages in the pool; None: as many as fit in ``kv_cache_bytes``.
-        kv_cache_bytes: Bytes of a rank's pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
-            after a trial of the largest step, elsewhere 1 GiB, or an eighth of the memory that there is if that is less.
+        kv_cache_bytes: Bytes of a rank's pool, unless ``num_pages`` is given; None: on CUDA the part of ``memory_fraction`` that
+            a trial of the largest step leaves, elsewhere 1 GiB, or an eighth of the memory that there is if that is less.
         quantization: How linear layers are quantised: ``fp8`` has scales for each token and output channel, ``fp8_block`` for
             128 numbers of a token and 128 x 128 of the weight, ``fp8_tensor`` one for each tensor.
         sampling_defaults: ``model`` takes those of ``generation_config.json``, ``none`` takes none.

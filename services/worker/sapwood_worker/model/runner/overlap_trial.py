@@ -100,7 +100,7 @@ def overlap_sums(
 
 
 def _measured(model: nn.Module, most: int) -> Iterator[_Measured]:
-    """What is measured of a model whose steps have so many tokens at most."""
+    """The measurements for a model whose steps have at most this many tokens."""
     modules = list(model.modules())
     ends = [found for each in modules if (found := _after_attention(each)) is not None]
     products = [each for each in modules if isinstance(each, RowLinear) and _kind(each) == "products"]
@@ -270,12 +270,12 @@ def _seconds(call: Callable[[], object], ops: DeviceOps) -> float:
 
 
 # Steps of dummy requests, which tell from how many requests on it pays that the stages of a pipeline compute several
-# steps at once (micro_batches), and whether the tokens of such steps are right. For devices that compute while their host goes
-# on.
+# steps at once (micro_batches), and whether the tokens of such steps are right. For devices that compute while their host
+# continues.
 
 
 _KEYS = 1024
-"""Tokens of each request, if the pool holds as many: what is read of them is what micro-batches spare."""
+"""Tokens of each request, if the pool holds them all: micro-batches save part of the reading of these tokens."""
 _ROUNDS = 10
 """Tokens that each request gets in a trial."""
 _GAIN = 0.97
@@ -286,7 +286,7 @@ def try_micro_batches(runner: ModelRunner, pool: DevicePool, parallel: Parallel,
     """Sets in the runner's ``info`` how many micro-batches there are and from how many requests on; called by all ranks together.
 
     Args:
-        runner: Runs this rank's part of the model, with as many micro-batches as there are stages.
+        runner: Runs this rank's part of the model, with one micro-batch for each stage.
         pool: Its keys and values, which are overwritten.
         parallel: The groups.
         always: Whether they are used even where that does not pay.
@@ -339,7 +339,7 @@ class DecodeTrial:
         self._rounds = min(_ROUNDS, each * info.page_size)
 
     def seconds(self, shares: int) -> float:
-        """Seconds for a token of each request, in so many shares."""
+        """Seconds for a token of each request, with this many micro-batches."""
         began = time.perf_counter()
         self.tokens(shares)
         return (time.perf_counter() - began) / self._rounds

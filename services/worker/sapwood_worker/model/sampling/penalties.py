@@ -72,7 +72,7 @@ class TokenCounts:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def enter(self, row: int, tokens: array[int], output_start: int) -> None:
-        """Counts a row anew.
+        """Counts a row's tokens again from the start.
 
         Args:
             row: The row of the page table.
@@ -260,7 +260,7 @@ class BannedSequences:
         self._tails.index_copy_(0, rows, tails)
 
     def _widen(self, count: int, length: int) -> None:
-        """Makes room for so many sequences of so many tokens before their last."""
+        """Makes room for this many sequences, each with up to ``length`` tokens before its last."""
         rows, had, width = self._before.shape
         if not self._tails.numel():
             shape = rows, LONGEST_BAD_WORD - 1

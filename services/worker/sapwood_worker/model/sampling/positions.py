@@ -1,7 +1,7 @@
 """Which positions a step samples: one for each request, or several where a draft of its next tokens is checked.
 
 Position j of a request counts only if the tokens sampled before it are the draft's. So sampling takes the tokens before
-position j from the draft, and all positions are sampled at once. What comes after the first token that is not the draft's is
+position j from the draft, and all positions are sampled at once. The tokens after the first one that differs from the draft are
 thrown away: on the device out of its state, on the host out of the answer.
 """
 

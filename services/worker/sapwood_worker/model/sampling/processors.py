@@ -1,7 +1,8 @@
 """Logit processors: functions that packages bring as entry points of ``LOGIT_PROCESSORS`` and that requests name.
 
-An entry point is a ``MakeProcessor``. It is called once for each request, also when that goes on after a retraction or on another
-worker, and checks the parameters; what it returns is called once for each token. Both have to be functions of their arguments
+An entry point is a ``MakeProcessor``. It is called once for each request, and again when the request continues after a
+retraction or on another worker. It checks the parameters; what it returns is called once for each token. Both have to be
+functions of their arguments
 alone: so the output does not depend on batches, and all ranks of a group, each of which calls them, choose the same token.
 """
 
@@ -76,7 +77,7 @@ class LogitProcessors:
         self._rows: dict[int, _Row] = {}
 
     def enter(self, row: int, calls: Sequence[LogitProcessorCall], tokens: array[int], output_start: int) -> None:
-        """Makes the processors of a row; a failure is told when it would sample.
+        """Makes the processors of a row; a failure is reported when the row would sample.
 
         Args:
             row: The row of the page table.
@@ -99,7 +100,7 @@ class LogitProcessors:
 
         Args:
             logits: float32 [R, V].
-            places: int64 [S]: the rows that have processors, none of which has a draft.
+            places: int64 [S]: the rows that have processors. None of them has a draft.
             step: The step, all of whose tokens are known.
             at: The positions that it samples.
 

@@ -20,7 +20,7 @@ class StorageError(Exception):
 class StorageBackend(Protocol):
     """A store of objects by name. Called from several threads at once; every call may block and may fail.
 
-    Objects are whole host records (``host_pool.py``). What a store returns is never trusted: whoever reads checks every byte.
+    Objects are whole host records (``host_pool.py``). What a store returns is never trusted: the reader checks every byte.
     """
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
@@ -105,11 +105,11 @@ class Executor(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Returns when a job has ended since the last :meth:`poll`, or after so many seconds."""
+        """Waits until a job has ended since the last :meth:`poll`, or the given seconds are over."""
         ...
 
     def close(self) -> None:
-        """Ends it: no job follows. Jobs not started yet end with an error; the caller goes on with :meth:`poll`."""
+        """Ends it: no job follows. Jobs not started yet end with an error; the caller continues to call :meth:`poll`."""
         ...
 
 

@@ -93,11 +93,11 @@ class Connection:
                 self._failed(StorageError(f"no answer within {CALL_SECONDS:g} s"))
 
     def wait(self, seconds: float) -> None:
-        """Returns when a call has ended, or after so many seconds."""
+        """Waits until a call has ended, or the given seconds are over."""
         self._executor.wait(seconds)
 
     def close(self) -> None:
-        """Ends it: no call follows. The caller goes on with :meth:`poll` until none is pending, then :meth:`release`."""
+        """Ends it: no call follows. The caller calls :meth:`poll` until no job is pending, then :meth:`release`."""
         self._executor.close()
 
     def release(self) -> None:

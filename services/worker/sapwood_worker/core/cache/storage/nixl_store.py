@@ -239,7 +239,7 @@ class NixlObjectStorage:
         return len(names)
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """An object of another size than its buffer may count as read; whoever reads checks every byte anyway."""
+        """An object of another size than its buffer may count as read; the reader checks every byte anyway."""
         return self._agent.move("READ", self._targets(names, buffers), buffers)
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:

@@ -117,7 +117,7 @@ class StorageOpener:
             self._begin()
 
     def wait(self, seconds: float) -> None:
-        """Waits until the store has been opened or could not be, for so many seconds at most."""
+        """Waits until the store is open or has failed to open, at most for the given seconds."""
         until = self._clock() + seconds
         while self.opening and self._clock() < until:
             if self._executor is not None:
@@ -185,7 +185,7 @@ def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callabl
 
 
 def break_even(fixed: float, each: float, compute: float) -> int:
-    """The number of pages from which on fetching is faster than computing.
+    """The least number of pages that are fetched faster than they are computed.
 
     Args:
         fixed: Seconds that any read takes.

@@ -1,4 +1,4 @@
-"""The header of a host record, by which whoever reads it from a store checks it.
+"""The header of a host record. A reader checks the record by it.
 
 The header says what the object is (page hash, proof of the tokens, namespace, length) and ends in a checksum over all
 of that and the content. A record that was cut short, changed, mixed up, or written by another model, another layout or
@@ -87,7 +87,7 @@ class Sealer:
         return self._record[HEADER_BYTES + start : HEADER_BYTES + end]
 
     def header(self) -> bytes:
-        """The header for the content, all of which was taken."""
+        """The header for the content, after all of it was taken."""
         assert self._taken == len(self._record) and not self._there, "not all was taken"
         return (self._fields + self._state.digest()).ljust(HEADER_BYTES, b"\0")
 

@@ -28,7 +28,7 @@ from sapwood_worker.records.kv_events import BlockRemoved, BlockStored
 # Nothing here blocks: calls to the store run in other threads (``backend.py``). Whatever a store does, what it returned
 # is checked byte by byte (``record.py``), and a request is released in time.
 #
-# Bound: prefetches hold at most ``share`` of the host pages; writes to the store pin at most as many again.
+# Bound: prefetches hold at most ``share`` of the host pages; writes to the store pin at most the same number again.
 
 
 # What a worker knows the store to hold, so that its KV events can tell of it (medium CPU_TIER2).
@@ -350,7 +350,7 @@ class StorageTier:
         return released
 
     def wait(self, seconds: float) -> None:
-        """Returns when something has happened, or after so many seconds."""
+        """Waits until something has happened, or the given seconds are over."""
         for connection in (*self._closing[:1], *(() if self.connection is None else (self.connection,))):
             connection.wait(seconds)
 

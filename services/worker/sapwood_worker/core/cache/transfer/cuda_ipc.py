@@ -227,7 +227,7 @@ class CudaIpcBackend:
         *,
         sealed: bool,
     ) -> list[bool | None]:
-        """The rest of a read of so many pages."""
+        """The remaining steps of a read of this many pages."""
         places = [place for (place,) in _PLACE.iter_unpack(wire.receive(_PLACE.size * count))]
         there = [number for number, place in enumerate(places) if place >= 0]
         headers = dict(zip(there, receive_headers(wire, len(there), sealed=sealed), strict=True))

@@ -1,12 +1,13 @@
 """What a backend does whose reader takes pages out of the source's memory itself, by a transfer engine of somebody else.
 
 1. The source says what the engine's reader needs to know, where its host pages begin, and for each page whether it has it, with
-   the sealed header if so. Only who has a good ticket is told, since whoever knows can read all of the source's host pages.
+   the sealed header if so. Only the holder of a valid ticket gets them, because with them one can read all of the source's host
+   pages.
 2. The reader has its engine read the pages into its host pages, in place, and says that it is done.
 3. The source says for each page that it had whether it still was what the ticket says.
 
 A transfer is over when its engine says so and not before: NIXL 1.5 and Mooncake 0.3.13 over TCP still write for reads that were
-given up on, once a stopped source goes on. So a read lasts as long as its transfer, its pages stay reserved, and ``Room`` keeps
+given up on, once a stopped source continues. So a read lasts as long as its transfer, its pages stay reserved, and ``Room`` keeps
 threads free for other sources. Its request waits no longer than its patience.
 """
 
@@ -103,14 +104,14 @@ def read_in_place(
 
 
 def wait_until_over(wire: Wire, is_over: Callable[[], bool]) -> None:
-    """Asks an engine until a transfer is over, and says now and then that it goes on."""
+    """Polls an engine until a transfer is over, and reports now and then that it is still running."""
     nap, said = _SHORTEST_NAP, time.monotonic()
     while not is_over():
         time.sleep(nap)
         nap = min(_LONGEST_NAP, 2 * nap)
         if time.monotonic() > said + SILENCE_SECONDS / 4:
             said = time.monotonic()
-            with contextlib.suppress(OSError):  # nobody listens any more: the transfer goes on all the same
+            with contextlib.suppress(OSError):  # nobody listens any more: the transfer continues all the same
                 wire.send(NO)
 
 

@@ -12,11 +12,12 @@ computed. Pages of a long chunk are announced when it begins, so that they are r
 one short chunk goes from OFFERED to LEASED. An announced lease that nobody renews ends like any other; the next pages begin a
 new one.
 
-A lease pins its pages, so that nothing evicts them. Pins are bounded: where pages find no room, leases of which all was read give
-theirs back, oldest first. Such pages stay readable until somebody else needs the room; a page's epoch tells.
+A lease pins its pages, so that nothing evicts them. Pins are bounded: where pages find no room, leases whose pages have all been
+read give theirs back, oldest first. Such pages stay readable until somebody else needs the room; a page's epoch tells.
 
-Whoever passed a lease's ticket on renews the lease while the request may still need it; else it ends ``lease_seconds`` later. All
-is single-threaded but :meth:`TransferLeases.readable`, which the threads that serve reads call before and after they read a page.
+The router, which passed a lease's ticket on, renews the lease while the request may still need it; else it ends ``lease_seconds``
+later. All is single-threaded but :meth:`TransferLeases.readable`, which the threads that serve reads call before and after they
+read a page.
 
 Complexity: O(pages) an offer, O(leases) a poll, O(offers) the tickets.
 """
@@ -51,7 +52,7 @@ class LeaseCounters:
     Attributes:
         tickets: Tickets given.
         pages: Pages they named.
-        renewals: Leases begun anew.
+        renewals: How many leases were renewed.
         expired: Leases that ended because nobody renewed them.
         unpinned: Leases whose pins were taken for another.
     """
@@ -106,8 +107,8 @@ class TransferLeases:
         share: The most of the host pages that leases pin.
         clock: Seconds, monotonic.
         lease_seconds: How long a lease lasts.
-        in_parts: Where a step computes so many pages of a prompt, they are announced when it is planned, to be read layer by
-            layer; 0: never.
+        in_parts: If a step computes at least this many pages of a prompt, they are announced when the step is planned, and are
+            read layer by layer; 0: never.
 
     Attributes:
         counters: What has happened so far.
@@ -225,7 +226,7 @@ class TransferLeases:
         return given
 
     def renew(self, transfer_ids: Iterable[bytes]) -> None:
-        """Begins leases anew; what is not leased any more stays so."""
+        """Renews leases; ended leases stay ended."""
         until = self._clock() + self._seconds
         for transfer_id in transfer_ids:
             if (lease := self._leases.get(transfer_id)) is not None:
@@ -269,7 +270,8 @@ class TransferLeases:
         return count_pins(lease.pinned for lease in self._leases.values())
 
     def _room(self, wanted: int) -> int:
-        """How many more pages may be pinned; leases of which all was read make room for as many as are wanted."""
+        """How many more pages may be pinned; leases whose pages have all been read end, until there is room for the wanted
+        number."""
         pinned = self.num_pinned
         for lease in self._leases.values():  # the oldest first
             if pinned + wanted <= self._limit:
@@ -281,7 +283,7 @@ class TransferLeases:
         return max(0, self._limit - pinned)
 
     def _extend(self, serial: int, kept: list[HostPage], now: float) -> Lease:
-        """Adds a prompt's next pages to its lease, which begins anew."""
+        """Adds a prompt's next pages to its lease, and renews the lease."""
         lease = self._by_serial.get(serial)
         if lease is None:
             transfer_id = secrets.token_bytes(16)

@@ -127,7 +127,7 @@ class NixlBackend:
                     remote.reads -= 1
 
     def _connect(self, remote: _Remote, metadata: bytes) -> None:
-        if remote.broken and remote.reads:  # whoever is removed while it is read from goes on to write, unseen
+        if remote.broken and remote.reads:  # a source that is removed during a read continues to write, unseen
             raise TransferError("the connection is broken")
         try:
             if remote.broken:

@@ -58,7 +58,7 @@ class DeviceRoom(Protocol):
         ...
 
     def take(self, count: int) -> PageIds:
-        """Takes pages, as many of ``count`` as there is room for."""
+        """Takes up to ``count`` pages."""
         ...
 
     def give_back(self, pages: Sequence[int]) -> None:

@@ -36,7 +36,7 @@ class PartCount:
 class TransferBackend(Protocol):
     """Reads pages by their ticket. Called from several threads at once; every call may block and may fail.
 
-    What it brings is not trusted: whoever asks checks every byte (``storage/record.py``).
+    What it brings is not trusted: the caller checks every byte (``storage/record.py``).
 
     Attributes:
         parts: Counts what came of pages before all of their layers were computed; 0 for backends that take none in parts.

@@ -19,13 +19,13 @@ from sapwood_worker.records.handoff import HandoffTicket, log_stage
 
 
 class PageTls(NamedTuple):
-    """Files in PEM, read anew for each connection, so that new ones are taken up.
+    """Files in PEM, read again for each connection, so that replaced files take effect.
 
     Attributes:
         cert: The worker's certificate.
         key: Its private key.
-        ca: The CAs of the other's. Whoever has a certificate of them is a worker: names and addresses are not compared, and what
-            a connection may read is told by a ticket.
+        ca: The CAs of the other's. A peer with a certificate that they signed is a worker: names and addresses are not compared,
+            and the ticket says which pages a connection may read.
     """
 
     cert: Path
@@ -64,7 +64,7 @@ Way = Literal["tcp", "shm", "nixl", "mooncake", "cuda", "device"]
 YES, NO, LATER, WAIT = b"\1", b"\0", b"\2", b"\3"
 SILENCE_SECONDS = 1.0
 READ_SECONDS = 4.0
-"""The most that a whole read takes; whoever asked waits little longer (``reads.PATIENCE_SECONDS``)."""
+"""The longest time of a whole read; the reader waits little longer (``reads.PATIENCE_SECONDS``)."""
 
 _ASK = struct.Struct("<8s16sQI")
 _INDEX = struct.Struct("<I")
@@ -280,7 +280,7 @@ def send_headers(
 
 
 def receive_headers(wire: Wire, count: int, *, sealed: bool = True) -> list[bytes | None]:
-    """The reader's side: for each of so many pages its header (or proof), ``COMING``, or None."""
+    """The reader's side: yields for each page its header (or proof), ``COMING``, or None."""
     headers: list[bytes | None] = []
     size = HEADER_BYTES if sealed else _PROOF_BYTES
     for _ in range(count):

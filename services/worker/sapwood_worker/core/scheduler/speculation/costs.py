@@ -11,19 +11,19 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 LADDER = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Sampled positions of a step that are told apart."""
+"""The numbers of sampled positions whose step times are measured apart."""
 _ENOUGH, _TWICE = 3, 2
 """Measurements of steps without drafts before any is compared with them, and of those with drafts before they are trusted."""
 _LIKELY = 0.75
 """How much of the additional time that drafts took with another number of requests is expected here too: less than all, so that
 drafts that may pay are tried."""
 _NEAR = 4
-"""Part of the requests by which others may be more or fewer, for their steps to tell what steps of as many positions take."""
+"""A measured step predicts one with the same positions if their numbers of requests differ by at most one part in this many."""
 _WEIGHT = 0.2
 _KEPT = 4096
-"""Steps after which a measurement is forgotten, and is made anew: what is too dear now may not be later."""
+"""Steps after which a measurement is forgotten and made again: a draft length that costs too much now may pay later."""
 _SHORTEST = 1e-6
-"""Seconds that a step takes at least: a clock may not move during one, and rates are told by dividing by it."""
+"""Seconds that a step takes at least: a clock may not move during a step, and rates divide by this time."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class StepCosts:
         self._drafting = False
 
     def note(self, rows: int, positions: int, seconds: float) -> None:
-        """Takes the duration of a step of so many requests and sampled positions, which computed no prompt."""
+        """Notes the duration of a step that computed no prompt, with its numbers of requests and sampled positions."""
         self._steps += 1
         seconds = max(seconds, _SHORTEST)
         drafting, before = positions > rows, self._drafting
@@ -75,12 +75,13 @@ class StepCosts:
                 mean.add(seconds, self._steps)
 
     def plain(self, rows: int) -> float | None:
-        """Seconds of a step of so many requests without drafts; None: not known yet."""
+        """Seconds of a step of this many requests without drafts; None: not known yet."""
         mean = self._plain.get(_row_bucket(rows))
         return mean.seconds if mean is not None and mean.count >= _ENOUGH else None
 
     def known(self, rows: int, positions: int) -> float | None:
-        """Seconds of a step of so many requests that samples so many positions; None: not measured, or too long ago."""
+        """Seconds of a step with these numbers of requests and sampled positions; None: not measured, or measured too long
+        ago."""
         return self._fresh(_row_bucket(rows), _rung(positions))
 
     def _fresh(self, bucket: int, rung: int) -> float | None:
@@ -89,8 +90,9 @@ class StepCosts:
         return mean.seconds if mean is not None and fresh else None
 
     def ceiling(self, rows: int, positions: int) -> float:
-        """What a step of so many requests and positions takes if a position takes as long as in the largest smaller step that is
-        known; :meth:`plain` must be. What takes longer when it is first measured, such as one that compiles, will not again."""
+        """How long a step of this many requests and positions takes if each position takes as long as in the largest smaller
+        step whose time is known. The time without drafts (:meth:`plain`) must be known. What takes longer when it is first
+        measured, such as one that compiles, will not again."""
         at, seconds = rows, self._plain[_row_bucket(rows)].seconds
         for rung in LADDER:
             if rung >= positions:
@@ -100,7 +102,7 @@ class StepCosts:
         return seconds * positions / at
 
     def curve(self, rows: int, most: int) -> list[tuple[int, float, bool]]:
-        """What steps of so many requests take that sample up to so many positions; :meth:`plain` must be known.
+        """How long steps with this many requests take that sample up to ``most`` positions; :meth:`plain` must be known.
 
         Returns:
             For each rung, ascending: its positions; what such a step takes, or the least that it takes (more positions take no
@@ -125,7 +127,8 @@ class StepCosts:
         return found
 
     def _beside(self, rows: int, rung: int, plain: float) -> float | None:
-        """What a step of so many positions takes, by what it takes with the nearest number of requests; None: that is far."""
+        """How long a step with this many positions takes, estimated from the nearest measured number of requests; None: the
+        nearest number is too far."""
         for apart in range(1, max(1, rows // _NEAR) + 1):
             for others in (rows + apart, rows - apart):
                 usual = self.plain(others) if 0 < others < rung else None
@@ -147,7 +150,7 @@ class StepCosts:
         return 0.0 if found is None else found[2]
 
     def stale(self, rows: int, steps: int) -> bool:
-        """Whether no step of so many requests without drafts was measured among the last so many steps."""
+        """Whether the last ``steps`` steps include no measured step without drafts of this many requests."""
         mean = self._plain.get(_row_bucket(rows))
         return mean is not None and self._steps - mean.step >= steps
 

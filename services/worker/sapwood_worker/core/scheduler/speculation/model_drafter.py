@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 # Which pages hold a draft model's keys and values too.
 #
-# A draft model has a pool of its own with as many pages as the model's, under the same page ids. So a request's row of
-# the page table serves both, and both share prefixes. But the draft model computes only requests for which it drafts.
-# So each page's epoch is noted when the draft model fills it: a page that is given out anew has another epoch, and
-# counts as empty.
+# A draft model has a pool of its own with the same number of pages as the model's pool, under the same page ids. So a request's
+# row of the page table serves both, and both share prefixes. But the draft model computes only requests for which it drafts.
+# So each page's epoch is noted when the draft model fills it: a page that is allocated again has another epoch, and counts as
+# empty.
 
 
 class DraftPages:
@@ -87,7 +87,7 @@ class DraftModel:
     Attributes:
         runner: Runs it, over a pool with a page for each of the model's.
         context_length: Most tokens that it takes.
-        max_step_tokens: Most tokens of one of its steps; at least as many as requests may run.
+        max_step_tokens: The most tokens of one draft step; at least the number of requests that may run.
         name: What it is, as metrics call it.
         first: The first position that it computes: a head has no features before position 1.
     """
@@ -153,7 +153,7 @@ class ModelRow:
         return [-1] * max(0, min(most, self._longest - len(self._tokens) - unknown))
 
     def drafted(self, draft: list[int]) -> None:
-        """Takes the draft of what follows the tokens known now, all of which the draft model has computed."""
+        """Takes the draft of what follows the tokens known now. The draft model has computed all of these tokens."""
         self._draft, self._at = draft, len(self._tokens)
         self.computed = self.filled = self._at
 
@@ -290,8 +290,8 @@ class ModelDrafter:
                 del part.draft[part.draft.index(-1) :]
 
     def _chain(self, parts: list[_Part], step: Step) -> bool:
-        """Guesses by this step and what follows it, one after another, if the runner can do that without being asked for each;
-        the tokens are late then."""
+        """Drafts several tokens with one call, if the runner can run the draft steps one after another; the tokens are late
+        then."""
         wanted = np.array([part.wanted - 1 for part in parts])
         if self._chains is None or not wanted.any():
             return False

@@ -21,8 +21,8 @@ from sapwood_worker.records.step import LateTokens, ModelOutput
 
 # How many drafted tokens a step takes, so that drafting never loses more than a small share of the time.
 #
-# Each row has offered its draft with what each token is worth: the chance that it is used. Of all rows' tokens a step
-# takes as many of the likeliest as bring the most tokens a second by the measured times of steps. Times that are not
+# Each row has offered its draft with what each token is worth: the chance that it is used. A step takes the likeliest draft
+# tokens of all rows; their number is the one with the most tokens a second by the measured times of steps. Times that are not
 # known are tried from the smallest draft up, as long as they would pay if one more rung of the ladder cost nothing.
 #
 # What all that may lose is bounded by two accounts, in durations of steps without drafts. Each gets a share of the time
@@ -40,7 +40,7 @@ _FIRST, _MOST, _LEAST = 6.0, 12.0, 1.0
 _FIRST_REAL, _MOST_REAL, _LEAST_REAL = 10.0, 12.0, 3.0
 """The same for the second account."""
 _CLEARLY = 1.03
-"""Times as many tokens a second that drafting must promise: measurements are noisy."""
+"""The factor of tokens a second that drafting must promise over plain decoding, because measurements are noisy."""
 _HOPE, _SPARE = 0.1, 0.75
 """How much better drafts may be than their measured rate, and the part of the first account that may be spent to find out."""
 _FORGET, _TRUST = 0.98, 8.0
@@ -48,7 +48,7 @@ _FORGET, _TRUST = 0.98, 8.0
 _FORGIVE = 0.0005
 """How much a step without drafts restores trust in promises."""
 _OUTLIER = 2.0
-"""A duration of more than so many times what such steps usually take is the machine's doing and not the draft's."""
+"""A duration above this multiple of the usual one is a disturbance of the machine, not the cost of the draft."""
 _MUCH = 64
 """Tokens of requests' past that a drafter may compute in a step whose time counts."""
 _CATCH_UP = 1 / 64
@@ -58,7 +58,7 @@ _DEPTHS = (1, 2, 3, 4, 5, 7, 10, 15, 22, 31)
 _LOOK = 0.25
 """Plain steps that a look takes at most: requests that nobody looked at for long, and new ones, take a while."""
 _DRAFTED_STEPS, _PLAIN_STEPS = 512, 3
-"""After so many steps with drafts in a row, so many without are measured again."""
+"""After a number of steps with drafts in a row, some steps without drafts are measured again."""
 
 
 class Planner:
@@ -89,7 +89,8 @@ class Planner:
         self._drafts = DraftCosts()
 
     def looks(self, rows: int) -> bool:
-        """Whether drafts of so many requests are to be looked at: if all were right it would pay, and the accounts can pay."""
+        """Whether to look for drafts of this many requests: drafting would pay if all tokens were accepted, and the time accounts
+        can pay."""
         costs = self.costs
         if self._resting:
             self._resting -= 1
@@ -185,15 +186,15 @@ class Planner:
         return _HOPE if self.credit > _SPARE * _MOST and self.real > _LEAST_REAL else 0.0
 
     def affords(self, tokens: int) -> bool:
-        """Whether the account can pay for computing so many tokens of requests' past."""
+        """Whether the time account can pay for computing this many earlier tokens of requests."""
         return tokens <= _MUCH or tokens * self._caught_up <= self.credit
 
     def drafted(self, promised: float) -> None:
-        """The coming step checks drafts that are worth so many tokens in all."""
+        """The coming step checks drafts; ``promised`` is the number of tokens expected from all of them."""
         self._promised = promised
 
     def patience(self, rows: int) -> float:
-        """Seconds that a look at so many requests may take; :meth:`looks` must have said yes."""
+        """Seconds that looking for drafts of this many requests may take; :meth:`looks` must have returned true."""
         plain = self.costs.plain(rows)
         assert plain is not None
         return _LOOK * plain
@@ -239,8 +240,8 @@ class Planner:
 
 
 FEWEST_POSITIONS = 32
-"""Sampled positions that a step may have though fewer requests may run; else it has at most as many as these, for which there
-are decode graphs and memory."""
+"""A step may always have this many sampled positions. Above it, a step has at most as many as requests may run, because decode
+graphs and memory exist for that number."""
 MOST_DRAFTED = 31
 """Tokens of a draft: with the token before them they fill a decode graph of 32 rows."""
 _LEAST_RATE, _LEAST_WORTH = 0.3, 0.2
@@ -248,7 +249,7 @@ _LEAST_RATE, _LEAST_WORTH = 0.3, 0.2
 _NO_RATE, _NO_WORTH = 0.02, 0.02
 """The same where it matters: below these no step could pay."""
 _HOPELESS, _SELDOM = 0.05, 8
-"""Rate below which a request is looked at only once in so many tokens, to save the host's time."""
+"""Acceptance rate below which a draft is looked for only once in several tokens, to save the host's time."""
 _HOPED = 0.95
 """Rates from which on there is nothing to hope for."""
 _TRIED = 3
@@ -262,7 +263,7 @@ class Speculation:
         drafter: Makes them.
         most_positions: Most sampled positions of a step.
         costs: What steps cost; None: whatever is likely enough is drafted.
-        room: Gives a request pages for so many tokens after its next one; returns for how many it has some.
+        room: Gives a request pages for a number of tokens after its next one; returns for how many it has pages.
         clock: Seconds; what it takes to look for drafts is measured.
 
     Attributes:
@@ -374,7 +375,7 @@ class Speculation:
             step: The step.
             output: What came of it.
             now: Seconds on the scheduler's clock.
-            fairness: Is told of the tokens that came of drafts.
+            fairness: Counts the tokens that came of drafts.
         """
         if step.drafts and self.late is not None:
             self._settle(step, output)
@@ -394,8 +395,8 @@ class Speculation:
             self.measured(len(step.decodes), len(step.plan.token_ids), now - before, accepted)
 
     def measured(self, rows: int, positions: int, seconds: float, accepted: int = 0) -> None:
-        """Notes a step that computed no prompt: how long it took for so many requests and sampled positions, and how many of
-        its drafted tokens were right."""
+        """Notes a step that computed no prompt: its duration, its numbers of requests and sampled positions, and how many draft
+        tokens were accepted."""
         if self._planner is not None and rows:
             self._planner.took(rows, positions, accepted, seconds)
 
@@ -437,8 +438,8 @@ class Speculation:
         return drafts if any(drafts) else []
 
     def _settle(self, step: StepInFlight, output: ModelOutput) -> None:
-        """Settles a step whose drafts the host did not know: books the time that drafting took, and cuts off what follows a token
-        that ends its request, as is done before a step with drafts that the host knows."""
+        """Settles a step whose drafts the host did not know: books the time that drafting took, and cuts off the tokens after
+        one that ends its request. With drafts that the host knows, this is done before the step."""
         seconds, self.late = self._drafter.settle(), None
         if self._planner is not None:
             rows, longest, caught_up = self._late
@@ -492,7 +493,7 @@ class Speculation:
     def _cut(
         self, decodes: Sequence[Request], drafts: list[list[int]], rates: Sequence[float], count: int, least: float
     ) -> list[list[int]]:
-        """The drafts, cut to so many tokens in all, none of which is worth less than ``least``, and to the pages there are."""
+        """The drafts, cut to a total number of tokens and to the free pages. No token in them is worth less than ``least``."""
         left = count
         for index, (request, draft, rate) in enumerate(zip(decodes, drafts, rates, strict=True)):
             if not draft:

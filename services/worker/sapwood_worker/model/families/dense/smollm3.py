@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's layers, every fourth of which knows no position."""
+"""SmolLM3: Llama's layers; every fourth layer has no rotary embedding."""
 
 from __future__ import annotations
 

@@ -468,7 +468,7 @@ class JoinedExperts(Layer):
         places: Where they are.
 
     Raises:
-        ConfigError: They cannot be split over so many ranks.
+        ConfigError: The experts cannot be split over this many ranks.
     """
 
     def __init__(

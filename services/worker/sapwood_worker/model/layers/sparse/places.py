@@ -100,7 +100,7 @@ class ExpertPlaces:
         self._fill()
 
     def _fill(self) -> None:
-        """Writes the tables anew, in place: graphs read them. The host does not wait for what is queued."""
+        """Overwrites the tables in place, because CUDA graphs read them. The host does not wait for what is queued."""
         local = np.full(self._local.shape, self.size, np.int64)
         ranks = np.full(self._local.shape, self._group.size, np.int64)
         copies = np.zeros(self._experts + 1, np.int64)
@@ -120,7 +120,7 @@ class ExpertPlaces:
 
 
 class PlacedSum:
-    """This rank's part of the weighted sum of each token's experts, of which those here may change between steps.
+    """This rank's part of the weighted sum of each token's experts. The experts on this rank may change between steps.
 
     On a CPU, where experts move, the ranks first hand each other what every expert made of a token, so that it is summed in the
     same order wherever the experts are. On a GPU each sums what its own made, as where they do not move: the other way would

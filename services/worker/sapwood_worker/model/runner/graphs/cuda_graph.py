@@ -96,7 +96,7 @@ class DecodeGraphs:
     Args:
         model: The model, or a head that drafts.
         backend: The model's attention.
-        make: Makes its part for so many decodes, as ``backend.graphs()`` gives it.
+        make: Makes the attention for a number of decodes; it comes from ``backend.graphs()``.
         make_shared: The same for decodes that share keys, as ``backend.shared_graphs()`` gives it. These have graphs of their
             own, so that other decodes pay nothing for them. None: there are none.
         pool: Keys and values.
@@ -248,7 +248,7 @@ class DecodeGraphs:
         return self._inputs[0, :count]
 
     def chains(self, first: DecodeRows, steps: int) -> bool:
-        """Whether :meth:`chain` can compute so many steps, or as many beginning later."""
+        """Whether :meth:`chain` can compute this many steps, from now or beginning later."""
         count, keys = len(first.slots), int(first.positions.max()) + steps
         if count > self.largest or len(self._scratch) > 1 or self._stage is not None:
             return False
@@ -269,9 +269,9 @@ class DecodeGraphs:
 
         Args:
             first: The decodes of the first step, with pages for all steps; their tokens are the requests' latest.
-            wanted: int64 [B]: for how many steps each goes on; with ``late``, at how many positions from ``first`` on it may be
-                computed.
-            choose: Makes tokens, int64 [B], of the result of each step, whose number from 0 it is told; None: the likeliest.
+            wanted: int64 [B]: for how many steps each request runs; with ``late``, at how many positions from ``first`` on it may
+                be computed.
+            choose: Takes a step's number, from 0, and its result, and returns tokens, int64 [B]; None: the likeliest tokens.
             late: Where it begins, if the host does not know; None: at ``first``.
 
         Returns:

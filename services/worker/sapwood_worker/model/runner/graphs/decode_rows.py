@@ -1,4 +1,4 @@
-"""Turns a small step into rows of a decode graph: one row for each token to compute, be it a decode or part of a prompt.
+"""Turns a small step into rows of a decode graph: one row for each token to compute, of a decode or of a prompt.
 
 A decode graph writes the keys and values of all its rows before any row attends, and a row sees the positions up to its own. So
 a few tokens of a prompt, as rows with the request's pages and their own lengths, are computed as in a prefill: a prompt that is
@@ -87,14 +87,14 @@ class DraftedTokens:
     """Implements :class:`sapwood_worker.records.step.LateTokens`; on their way to the host from construction on.
 
     Args:
-        steps: int64 [B] of each step: the tokens; less than 0 for one that could not be told.
+        steps: int64 [B] of each step: the tokens; less than 0 for an unknown token.
         ops: The operations of their device.
         begun: When the device began to make them.
 
     Attributes:
         begun: The argument.
         share: The part of their time that :meth:`seconds` tells: less than 1 if fewer tokens are used than were made.
-        tokens: int64 [K * B] on the device, step after step; 0 for a token that could not be told.
+        tokens: int64 [K * B] on the device, step after step; 0 for an unknown token.
     """
 
     def __init__(self, steps: Sequence[Tensor], ops: DeviceOps, begun: Moment) -> None:
@@ -128,13 +128,13 @@ class DraftedTokens:
 
 @dataclass(frozen=True, slots=True)
 class StagedChain:
-    """K steps on graph buffers of S columns, of which the first B are the requests, in order.
+    """K steps on graph buffers of S columns; the first B columns are the requests, in order.
 
     Attributes:
         inputs: int64 [K, N, S]: the graph's inputs in each step. Columns that a step does not compute write to scratch.
         lengths: int64 [S]: the keys of each column in the last step, counted on for columns that are left out by then; in the
             step before each has one less.
-        pages: int32 [S, W]: the pages of so many keys, scratch where a request has no more.
+        pages: int32 [S, W]: the pages of each request's keys, then the scratch page.
     """
 
     inputs: IntArray
@@ -164,11 +164,11 @@ def stage_chain(
 
     Args:
         first: The decodes of the first step, with pages for all steps. A head's leave what they make in the slot after their own.
-        wanted: int64 [B]: for how many steps each goes on, 0 or more.
+        wanted: int64 [B]: for how many steps each request runs, 0 or more.
         size: Columns.
         page_size: Tokens in a page.
         scratch: The first slot of the page that nobody has.
-        steps: How many steps; as many as any goes on, or more.
+        steps: How many steps to run; at least the largest number in ``wanted``.
     """
     count, many = len(first.slots), steps
     headed = first.left is not None

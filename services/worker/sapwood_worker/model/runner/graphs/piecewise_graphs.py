@@ -40,7 +40,7 @@ _APART = 512
 
 
 def worth_capturing(parameters: int, layers: int, *, float8: bool = False, sparse: bool = False) -> int:
-    """The number of tokens from which on a step takes the device longer than the host; ``parameters`` are all layers'."""
+    """The least number of tokens for which a step takes the device longer than the host; ``parameters`` are all layers'."""
     seconds = layers * (_FLOAT8_LAUNCH_SECONDS if float8 else _LAUNCH_SECONDS) * (_SPARSE if sparse else 1.0)
     operations = _FLOAT8_OPERATIONS_A_SECOND if float8 else _OPERATIONS_A_SECOND
     tokens = int(seconds * operations / (2 * parameters))

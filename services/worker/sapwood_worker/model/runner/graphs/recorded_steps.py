@@ -1,4 +1,5 @@
-"""Decodes on a CPU as one call: the layers' C calls, recorded in the first step of so many tokens and run again in later ones."""
+"""Decodes on a CPU as one call: the layers' C calls, recorded in the first step with a given number of tokens and run again in
+later ones."""
 
 from __future__ import annotations
 

@@ -6,10 +6,12 @@ without them, and says so.
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,17 @@ def compile_kernels(root: Path = ROOT) -> list[Path]:
     return made
 
 
+def platform_of(libraries: Iterable[Path]) -> str:
+    """The platform of a wheel with these libraries: on Linux by the youngest glibc whose functions they call (PEP 600)."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    system, _, machine = platform.partition("_")
+    called = [each for path in libraries for each in re.findall(rb"GLIBC_(\d+)\.(\d+)", path.read_bytes())]
+    if system != "linux" or not called:
+        return platform
+    major, minor = max((int(major), int(minor)) for major, minor in called)
+    return f"manylinux_{major}_{max(minor, 17)}_{machine}"
+
+
 class StubsHook(BuildHookInterface):  # type: ignore[type-arg, misc, unused-ignore]
     """Runs :func:`generate` before anything is put together, and for all but an sdist :func:`compile_kernels`."""
 
@@ -86,11 +99,15 @@ class StubsHook(BuildHookInterface):  # type: ignore[type-arg, misc, unused-igno
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """See hatchling; pyproject.toml declares what is made as artifacts. A wheel with kernels is one for this platform."""
-        generate(Path(self.root))
-        if self.target_name == "wheel" and compile_kernels(Path(self.root)):
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{platform}"
+        root = Path(self.root)
+        generate(root)
+        if self.target_name == "wheel":
+            build_data["force_include"] |= {
+                str(page): f"sapwood/{page.relative_to(root)}" for page in root.glob("docs/**/*.md")
+            }
+            if libraries := compile_kernels(root):
+                build_data["pure_python"] = False
+                build_data["tag"] = f"py3-none-{platform_of(libraries)}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import difflib
 import os
 from importlib.metadata import version
 
-from sapwood.cli import chat, completion, generate, key, model, router, run, tokenize, up
+from sapwood.cli import chat, completion, docs, generate, key, model, router, run, tokenize, up
 from sapwood.cli.doctor import verb as doctor
 from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.local import running
@@ -50,6 +50,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
         model,
         kernels,
         doctor,
+        docs,
         key,
         router,
         worker,

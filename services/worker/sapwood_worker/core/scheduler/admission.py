@@ -1,23 +1,23 @@
 """Shares a step's prompt tokens: between tenants, and in each tenant between its oldest and its shortest prompts.
 
 Algorithm. Levels of priority come one after the other (without the policy ``priority`` there is one). In a level every tenant
-that has prompt tokens to compute, whether its requests run or wait, gets an equal part of the budget. What one does not need
-the others share (max-min fairness, as deficit round robin has it for packets; tokens can be divided, so no deficit is carried
-over). A tenant's part goes half to its prompts in their order, half to the shortest first. So neither starves the other: the
-oldest prompt gets on with half of the tenant's part, and a short one is through soon, whatever its tenant has sent before.
+that has prompt tokens to compute, whether its requests run or wait, gets an equal part of the budget. The others share what one
+tenant does not need (max-min fairness, as deficit round robin has it for packets; tokens can be divided, so no deficit is carried
+over). A tenant's part goes half to its prompts in their order, half to the shortest first. So neither half starves: the oldest
+prompt proceeds with half of the tenant's part, and a short prompt is done soon, even if its tenant has sent long ones before.
 
-A waiting request starts with its first tokens, if there are a row and pages. Where these are scarce:
-1. What has starved goes first. If it does not fit, nothing else starts.
+A waiting request starts with its first tokens, if there are a row and pages. Where rows or pages are scarce:
+1. A request that has starved goes first. If it does not fit, no other request starts.
 2. A tenant with no running request starts its first one before other tenants start more. If it has waited ``PATIENCE`` steps, the
    last request of the tenant with most is sent back for it, and this tenant keeps at least one.
 3. A retracted request goes before new ones of tenants that have something running.
-4. Tenants start in the order of :class:`AdmissionOrder`, and share the rows that are free.
-5. A new request for which there are no pages is overtaken by what fits, until it has starved.
-One that waits for a prefix which a running request is computing holds up nobody.
+4. Tenants start requests in the order of :class:`AdmissionOrder`, and share the free rows.
+5. Requests that fit overtake a new request that finds no pages, until it has starved.
+A request that waits for a running request to compute a shared prefix does not hold up others.
 
 Bound. Of n tenants with prompts at a level, where rows and pages suffice, the shortest prompt of each, of s tokens, is computed
-in ``s / max(1, budget // n // 2)`` steps, and so is the oldest. With more tenants than tokens in the budget those come first that
-got least. A running prompt that got no tokens for ``starved_after`` steps comes before all others.
+in ``s / max(1, budget // n // 2)`` steps, and so is the oldest. With more tenants than tokens in the budget, the tenants that
+got least come first. A running prompt that got no tokens for ``starved_after`` steps comes before all others.
 
 O(running + waiting) a step, and the matching of a few waiting requests of each tenant with the cache.
 """
@@ -53,7 +53,7 @@ from sapwood_worker.core.scheduler.waiting import TOP, WINDOW, AdmissionOrder, L
 _FIRST, _LEAST = 0.3, 0.05
 _DECAY = 0.995
 _MOST_TOKENS = 2048
-"""Tokens that one request is expected to generate at most: a limit as large as the context says nothing."""
+"""The most tokens that one request is expected to generate: a client's limit as large as the context says nothing."""
 
 
 def choose_victim(running: Sequence[Request]) -> Request:
@@ -65,7 +65,7 @@ class NewTokenRatio:
     """The share of their remaining ``max_tokens`` that running requests are expected to generate.
 
     Args:
-        conservativeness: Factor on what is expected; 0 expects nothing and leaves all to retraction.
+        conservativeness: Factor on the expected tokens; 0 expects none, so requests are retracted when pages run out.
     """
 
     def __init__(self, conservativeness: float = 1.0) -> None:
@@ -77,7 +77,7 @@ class NewTokenRatio:
         self.ratio = max(_LEAST, self.ratio * _DECAY ** (1 / micro_batches))
 
     def retracted(self, running: Sequence[Request]) -> None:
-        """Raises the ratio after pages ran out, by what the requests still running have generated so far and a little more."""
+        """Raises the ratio after pages ran out, to what the running requests have generated so far and a little more."""
         allowed = sum(_limit(request) + request.generated for request in running)
         generated = sum(request.generated for request in running)
         self.ratio = min(1.0, max(self.ratio, (generated + 16 * len(running)) / max(1, allowed)))
@@ -115,13 +115,13 @@ class Retraction:
         self._waiting.put_back(request)
 
     def for_pages(self, step: int) -> None:
-        """Sends the last running request by rank back for want of pages."""
+        """Retracts the running request with the last rank, because pages are lacking."""
         self.put_back(choose_victim(self._running.requests), step)
         self._ratio.retracted(self._running.requests)
         self.num_retractions += 1
 
     def for_priority(self, request: Request, step: int) -> None:
-        """Sends a request back to make room for one of a higher priority."""
+        """Retracts a request to make room for one of a higher priority."""
         self.put_back(request, step)
         self.num_preemptions += 1
 
@@ -131,17 +131,16 @@ def _limit(request: Request) -> int:
 
 
 # Fills the token budget that a step's decodes leave with chunks of prompts.
-#
-# It starts requests and gives them tokens; :class:`Admission` says whose turn it is.
+# The adder starts requests and gives them tokens; :class:`Admission` says whose turn it is.
 
 
 WORTH_WAITING = 32
 """A request waits while another computes a prefix that both share, if the prefix has at least this many tokens (SGLang's
 value)."""
 _SCORED = 4
-"""How many tokens of the budget a prompt token counts as whose log probabilities are wanted, because the whole vocabulary is
-computed for it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other requests waited. Such a prompt
-gets at most half of the budget that is left, so that the next request can begin beside it.
+"""A prompt token with log probabilities counts as this many tokens of the budget, because the whole vocabulary is computed for
+it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other requests waited. Such a prompt gets at
+most half of the remaining budget, so that the next request can begin in the same step.
 """
 
 
@@ -151,7 +150,7 @@ class PrefillAdder:
     Args:
         running: The running requests; admitted ones join them.
         budget: Tokens this step may prefill.
-        ratio: How much of their ``max_tokens`` requests will generate; pages for that stay in reserve.
+        ratio: The share of their ``max_tokens`` that requests will generate; pages for these tokens stay in reserve.
         computing: The chunks that steps in flight compute, in the form of ``chunks``.
 
     Attributes:
@@ -168,7 +167,7 @@ class PrefillAdder:
         self._running = running
         self._computing = computing
         self.budget = budget
-        # What requests with such tokens may still take of the budget.
+        # The budget that is left for requests with such tokens.
         self._scored: dict[Request, int] = {}
         self._ratio = ratio
         self._reserved: int | None = None
@@ -176,7 +175,7 @@ class PrefillAdder:
 
     @property
     def chunks(self) -> list[tuple[Request, int]]:
-        """What was added: a request and how many of its tokens."""
+        """The chunks that were added: each a request and how many of its tokens."""
         return list(self._given.items())
 
     @property
@@ -185,7 +184,7 @@ class PrefillAdder:
         return self._running.num_free_slots
 
     def should_wait(self, request: Request) -> bool:
-        """Whether a waiting request should wait on because one in this step or in flight computes much of its prompt.
+        """Whether a waiting request should wait longer, because a request in this step or in flight computes much of its prompt.
 
         The other request computes a chunk in every step and shares each finished chunk, so the wait ends with a cache hit.
         """
@@ -193,10 +192,10 @@ class PrefillAdder:
         return self._running.tokens_gained(request, others) >= WORTH_WAITING
 
     def start(self, request: Request) -> bool:
-        """Starts a waiting request if there are a row and pages for all that is known of it; returns whether it has.
+        """Starts a waiting request if there are a row and pages for its known tokens; returns whether it has started.
 
-        With nothing running there always are. Otherwise there must also be pages for what it and the running requests are
-        expected to generate, at least one for each.
+        If nothing runs there always are. Otherwise there must also be pages for the tokens that all these requests are expected
+        to generate, at least one page for each.
         """
         if self.num_free_slots < 1:
             return False
@@ -254,7 +253,7 @@ PATIENCE = 16
 _SHORT = 2
 """One in this many of a tenant's prompt tokens goes to the tenant's shortest prompts first."""
 _TRIED = 4
-"""Requests of a tenant that are tried in a step, if they do not start."""
+"""The most requests of a tenant that fail to start in a step before the tenant's turn ends."""
 
 
 class Admission:
@@ -298,7 +297,7 @@ class Admission:
         self.cached_tokens = 0
 
     def preempt(self, step: int, *, in_flight: bool) -> bool:
-        """Makes room for a waiting request at the cost of running ones: of a lower level, or of a tenant with more.
+        """Makes room for a waiting request by retracting running ones: of a lower level, or of a tenant that has more.
 
         Args:
             step: The number of the step being planned.
@@ -318,7 +317,7 @@ class Admission:
 
         Args:
             adder: The step's.
-            unfinished: Running requests by rank that are not through their prompts.
+            unfinished: Running requests whose prompts are not wholly computed, by rank.
             step: The step's number.
             new: Whether waiting requests may start.
         """
@@ -337,7 +336,7 @@ class Admission:
             request.waited += request.serial not in given
 
     def start(self, adder: PrefillAdder, request: Request, step: int) -> bool:
-        """Starts a waiting request; returns whether there were a row and pages."""
+        """Starts a waiting request if there are a row and pages; returns whether it has started."""
         tokens = request.remaining
         request.rank = (-self._order.level(request, step), request.arrival)
         if not adder.start(request):
@@ -354,7 +353,7 @@ class Admission:
         return True
 
     def starved(self, request: Request, step: int) -> bool:
-        """Whether nothing overtakes a request any more."""
+        """Whether the request has starved, so that no other request may overtake it."""
         return self._order.starved(request, step)
 
     def _level(self, request: Request, step: int) -> int:
@@ -401,7 +400,7 @@ class Admission:
             active = wanting
 
     def _serve(self, adder: PrefillAdder, line: list[Request], part: int, step: int, starts: _Starts) -> int:
-        """Gives a tenant's prompts tokens; returns how many of its part they took."""
+        """Gives tokens to a tenant's prompts; returns how many tokens of the tenant's part they took."""
         if len(line) == 1:
             return self._pass(adder, line, part, starts)
         spent = self._pass(adder, line, part - (part + step % _SHORT) // _SHORT, starts)
@@ -435,7 +434,8 @@ class Admission:
         return sorted(chain(running, waiting), key=self._size)
 
     def _size(self, request: Request) -> int:
-        """Tokens that a request has to compute; of a waiting one what was not cached when it was looked at first."""
+        """The tokens that a request has to compute; for a waiting request, those that were not cached when it was first looked
+        at."""
         if request.slot >= 0:
             return request.remaining
         if request.size is None:
@@ -510,7 +510,7 @@ class _Starts:
         step: Its number.
 
     Attributes:
-        closed: Whether nothing more starts, but first requests of tenants.
+        closed: Whether only the first requests of tenants may still start.
         rows: How many more requests may start now.
         count: How many have started.
     """
@@ -536,7 +536,7 @@ class _Starts:
         return self._full or self.closed or self.rows < 1 or not self._adder.num_free_slots
 
     def try_first(self, request: Request) -> bool:
-        """Starts a request before the tenants share the rest; returns whether it has."""
+        """Starts a request before the tenants share the rest; returns whether it has started."""
         return not self._full and self._adder.budget > self.count and self._try(request)
 
     def try_start(self, request: Request) -> bool:

@@ -37,7 +37,7 @@ class RunningBatch:
     def pages_of(
         self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int32], Written]:
-        """The pages of some rows up to those that hold the tokens before ``ends``, and handles of these last ones.
+        """The pages of some rows, up to the page of the last token before ``ends``, and a handle of each row's last page.
 
         The pages are a copy, int32 [rows, tables * most pages]; entries beyond a row's last page are undefined.
         """
@@ -55,7 +55,7 @@ class RunningBatch:
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that could be given to requests now."""
+        """How many pages could be given to requests now."""
         return self._cache.num_available
 
     def pages_for(self, tokens: int) -> int:
@@ -63,12 +63,12 @@ class RunningBatch:
         return -(-tokens // self._page_size)
 
     def pages_to_start(self, request: Request) -> int:
-        """Pages that would no longer be available if the request started: new ones, and cached ones that it would lock."""
+        """How many available pages the request would take if it started: new pages, and cached pages that it would lock."""
         found, unlocked = self._cache.probe(request.reusable, request.namespace)
         return self.pages_for(len(request.token_ids)) - found + unlocked
 
     def tokens_gained(self, request: Request, others: Sequence[Request]) -> int:
-        """How many more tokens the request would find in the cache once one of the others has computed all of its own."""
+        """How many more tokens the request would find in the cache after one of the others has computed its whole prompt."""
         others = [other for other in others if other.namespace == request.namespace]
         if not self._cache.enabled or not others:
             return 0
@@ -133,7 +133,7 @@ class RunningBatch:
         Args:
             request: The request.
             count: The tokens.
-            further: Give it pages for a draft as long after them, too, unless others may need them soon.
+            further: Also give it pages for a second draft of the same length, unless others may need the pages soon.
         """
         start = request.planned + 1
         self._widen(request, start + count, 0)
@@ -162,7 +162,7 @@ class RunningBatch:
         self._cache.commit(request.slot, request.token_ids, min(request.computed, known))
 
     def stop(self, request: Request, state: RequestState, *, keep: bool = True) -> None:
-        """Takes a request's row; its pages stay in the cache, unlocked, unless ``keep`` is false.
+        """Takes the row from a request; its pages stay in the cache, unlocked, unless ``keep`` is false.
 
         No step in flight may compute it.
         """
@@ -185,14 +185,14 @@ class MicroBatches:
     """Micro-batches of a pipeline: each step decodes a share of the requests while other stages compute the steps before it.
 
     Args:
-        count: Steps that are in flight at once, of other requests each; 1: one, or two with the same requests.
+        count: How many steps are in flight at once, each with other requests; 1: one step, or two with the same requests.
         fewest: The least number of running requests that are divided over micro-batches; fewer requests are all in each step.
         chained: Whether the device keeps the tokens that it samples. Then one more step may be in flight, with the requests of
             the oldest, so that no stage waits for the host.
 
     Attributes:
         count: The argument.
-        depth: The most steps that are ever in flight, where there are micro-batches; :meth:`most_in_flight` may say fewer.
+        depth: The most steps in flight with micro-batches; :meth:`most_in_flight` may return fewer.
     """
 
     def __init__(self, count: int, fewest: int = 1, *, chained: bool = False) -> None:
@@ -207,14 +207,14 @@ class MicroBatches:
         return max(1, min(self.count, requests)) if requests >= self._fewest else 1
 
     def most_in_flight(self, requests: int, *, prompts: bool) -> int:
-        """How many steps may be in flight, where there are micro-batches.
+        """How many steps may be in flight with micro-batches.
 
-        Decodes: one for each share, and one more where the device keeps its tokens. More would not help: a request can be in two
-        steps in flight only, so with three those that began in different steps would each miss every third.
+        For decodes: one step for each share, and one more where the device keeps its tokens. More steps would not help, because
+        a request can be in only two steps in flight.
 
         Args:
             requests: How many run.
-            prompts: Whether a step in flight computes any: theirs keep all stages busy.
+            prompts: Whether a step in flight computes a prompt; such steps keep all stages busy.
         """
         return self.depth if prompts else min(self.depth, self.shares(requests) + self._chained)
 
@@ -224,7 +224,7 @@ class MicroBatches:
         Args:
             request: The request.
             step: The number of the step being planned.
-            shares: Of how many shares the requests are.
+            shares: Into how many micro-batches the requests are divided.
         """
         if self.count == 1 or not request.unknown:
             return False
@@ -233,14 +233,13 @@ class MicroBatches:
         return request.sampled_in > step - shares
 
 
-# How many tokens of prompts a step takes, so that it lasts about as long as is wanted: by how long steps took.
+# How many prompt tokens a step takes, so that the step lasts about the wanted time. Measured steps decide it.
 #
 # A step's time is that of its decodes, and a fixed time for each prompt token. Both are measured while steps run, so a CPU
 # and a GPU both keep the gap between the tokens of running streams bounded. Prompts get at least twelve times the time
-# that the decodes take alone: most of that is what each step costs, so more and shorter steps would compute less. Hence
-# the gap is at most the time that is wanted, or thirteen times that of a step of decodes, if that is longer.
-#
-# Where nothing decodes, a step may last longer, as then only requests wait that come meanwhile. O(1).
+# that the decodes take alone: most of that time is the fixed cost of a step, so more and shorter steps would compute less. Hence
+# the gap is at most the wanted time, or thirteen times the time of a step of decodes, if that is longer.
+# If nothing decodes, a step may last longer: only requests that arrive during the step wait for it. O(1).
 
 
 _PROMPTS_ALONE = 4
@@ -263,7 +262,7 @@ class StepPace:
     """The pace of a scheduler's steps.
 
     Args:
-        seconds: How long a step with decodes is to last; 0: as long as it takes.
+        seconds: How long a step with decodes should last; 0: any time.
         most: Most tokens of a step.
     """
 
@@ -309,8 +308,8 @@ class StepPace:
             self._each = _mean(self._each, each, _WEIGHT * min(1.0, prompts / _FULL))
 
     def _usual(self, decodes: int) -> float | None:
-        """Seconds of a step with about this many decodes and no prompt; None: no such step was measured. Of no decodes: what a
-        step costs anyway."""
+        """Seconds of a step with about this many decodes and no prompt; None: no such step was measured. For no decodes: the
+        fixed cost of a step."""
         if not self._plain:
             return None
         bucket = max(1, decodes.bit_length())
@@ -336,18 +335,17 @@ class StepInFlight:
         decodes: Requests whose last known token, one of output, the step computes, to sample the next.
         chunks: Everything else: parts of prompts, whether or not they reach the end.
         running: Holds their rows and pages.
-        copies: What is copied before the step.
+        copies: The page copies that run before the step.
         filler: Fills grammar masks, beginning now; None: no request has a grammar.
-        drafts: For each of ``decodes`` the tokens that are expected after the next one; empty: none. Only where there are no
-            chunks.
+        drafts: For each of ``decodes``, the draft tokens after the next one; empty: no draft. Only if there are no chunks.
 
     Attributes:
         decodes, chunks, drafts: The arguments.
         samples: For each chunk whether it samples.
         plan: The plan for the runner, decodes first.
         written: A handle of the last page that each part writes, made when the step is planned.
-        awaits_tokens: Whether its tokens must be known before the next step is planned: for a grammar or a logit processor, or to
-            know how much of a draft was right.
+        awaits_tokens: Whether the next step can be planned only after this step's tokens are known: a grammar, a logit processor
+            or a draft needs them.
     """
 
     __slots__ = ("_filled", "awaits_tokens", "chunks", "decodes", "drafts", "plan", "samples", "written")
@@ -444,7 +442,7 @@ class StepInFlight:
         return [*self.decodes, *(request for request, _ in self.chunks)]
 
     def release_grammars(self) -> None:
-        """Returns once nothing fills the step's masks any more, so that its grammars may go on or be closed."""
+        """Waits until the step's masks have been filled, so that its grammars may advance or be closed."""
         if self._filled is not None:
             self._filled.exception()
 
@@ -458,7 +456,7 @@ def _tokens(request: Request, start: int, count: int) -> IntArray:
 
 
 def _enter(request: Request) -> Entry:
-    """What the runner must know of a request that has just got a row."""
+    """The facts for the runner about a request that has just got a row."""
     request.enters = False
     scored = request.wanted_prompt_logprobs
     return Entry(
@@ -474,6 +472,6 @@ def _enter(request: Request) -> Entry:
 
 
 def looks_back(sampling: SamplingParams) -> bool:
-    """Whether sampling a token takes more of those before it than their logits."""
+    """Whether sampling a token needs the earlier tokens themselves, not just logits."""
     penalties = sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty
     return penalties != (0.0, 0.0, 1.0) or bool(sampling.bad_words_ids or sampling.logit_processors)

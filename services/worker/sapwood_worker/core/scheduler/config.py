@@ -24,23 +24,23 @@ class SchedulerConfig:
         max_running: Most requests in a batch.
         max_waiting: Most requests in the queue.
         max_step_tokens: Token budget of a step; a decode counts one. Prefill always gets at least one token.
-        step_seconds: How long a step with decodes is to last (``batch.py``); 0: as long as its tokens take.
+        step_seconds: How long a step with decodes should last (``batch.py``); 0: any time.
         policy: Order of admission.
-        starved_after: Steps of waiting after which a request is not overtaken by what the policy prefers.
+        starved_after: After this many steps of waiting, no other request overtakes a request.
         prefix_cache: Whether finished work is kept for requests to come.
-        eviction: Which cached prefix goes first when room is needed.
+        eviction: Which cached prefix is evicted first when room is needed.
         kv_events: Whether to note what the prefix cache stores and removes; :meth:`Scheduler.take_kv_events` must then be
             called after each step.
         whole_prompts: Whether a prompt must be computed in one step, however long it is.
-        jump_forward: Whether a token that a grammar forces is appended without asking the model.
-        windows: The pages of layers that see a window only, for each.
-        speculate: Whether to draft tokens: not at all (off), where the measured time of steps says that it pays (auto), or
+        jump_forward: Whether a token that a grammar forces is appended without running the model for it.
+        windows: For each kind of sliding-window layers, its pages.
+        speculate: Whether to draft tokens: never (off), if drafts pay by the measured time of steps (auto), or
             wherever text repeats earlier text (prefix).
         micro_batches: The most steps in flight at once; each step has other requests (with ``chained`` one step more). 1:
             :meth:`Scheduler.plans_ahead` decides.
         micro_batches_from: The least number of running requests that are divided over the micro-batches, if ``chained``.
-        chained: Whether, with micro-batches, a step may compute a token that the device alone knows.
-        conservativeness: Factor on the pages that admission keeps for what running requests are expected to generate.
+        chained: Whether, with micro-batches, a step may compute a token that only the device knows yet.
+        conservativeness: Factor on the pages that admission reserves for tokens that running requests are expected to generate.
     """
 
     page_size: int

@@ -1,10 +1,9 @@
-"""Plans the steps of ranks that have requests of their own: of each step a part for every rank.
+"""Plans steps for data-parallel attention, where each rank has requests of its own. A step has a part for every rank.
 
-Each rank has a scheduler, with rows, pages, prefix cache and tiers of its own; all are in this process, so what goes to which
-rank is decided in one place (:func:`choose_rank`). A new request goes to the rank that will have least to do with it, where what
-a rank has cached of its prompt counts as done. A request that waits at one rank moves on to another that has room while nothing
-waits there. How far prompts are computed in a step is levelled over the ranks, since in each layer all wait for the one with most
-tokens.
+Each rank has a scheduler, with rows, pages, prefix cache and tiers of its own; all schedulers are in this process, so one place
+decides which request goes to which rank (:func:`choose_rank`). A new request goes to the rank that then has the least work;
+cached tokens of its prompt count as done. A request that waits at one rank moves on to another that has room while nothing
+waits there. The ranks' prompt tokens in a step are balanced, since in each layer all ranks wait for the one with most tokens.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ class RankPlanner:
         self._events = MergedEvents(len(schedulers))
         self._rank_events: list[list[KvEvent]] = []
         self._steps = 0
-        # For each step in flight the number that each rank's scheduler has given its part; -1: it has none.
+        # For each step in flight: the number that each rank's scheduler gave its part of the step; -1: the rank has no part.
         self._in_flight: deque[list[int]] = deque()
         self._clock = clock
         self._pace = StepPace(config.step_seconds, config.max_step_tokens)
-        # For each step in flight when it was planned, and the decodes and prompt tokens of the rank with most.
+        # For each step in flight: when it was planned, and the decodes and prompt tokens of the rank with most.
         self._planned: deque[tuple[float, int, int]] = deque()
         self._updated = 0.0
         self._requests = [0] * len(schedulers)
@@ -132,11 +131,11 @@ class RankPlanner:
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether the next step may be planned while one is in flight: only if every rank's may."""
+        """Whether the next step may be planned while one is in flight; true only if it is true at every rank."""
         return len(self._in_flight) < 2 and all(each.plans_ahead for each in self._ranks)
 
     def schedule(self) -> Step:
-        """Plans the next step, as :meth:`Scheduler.schedule` does; with the parts of all ranks if it is true."""
+        """Plans the next step, as :meth:`Scheduler.schedule` does. A step that is true has the parts of all ranks."""
         if not self.paused:
             self._spread()
         demands = [each.demand for each in self._ranks]
@@ -189,10 +188,11 @@ class RankPlanner:
         return sum(each.clear_device() for each in self._ranks)
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"", seconds: float | None = None) -> int:
-        """As :meth:`Scheduler.pin`, at every rank for what that has cached; returns the most tokens that any has pinned.
+        """Pins at every rank what that rank has cached of the prefix (:meth:`Scheduler.pin`); returns the most tokens that a rank
+        has pinned.
 
         Raises:
-            ResourceExhaustedError: A rank would not have enough pages left; what others have pinned is let go of.
+            ResourceExhaustedError: A rank would not have enough pages left; the pins at the other ranks are released.
         """
         try:
             return max([each.pin(name, token_ids, namespace, seconds) for each in self._ranks])
@@ -233,7 +233,7 @@ class RankPlanner:
             each.check()
 
     def _choose(self, missing: Sequence[int]) -> int:
-        """The rank for a request, given how many of its tokens each rank lacks."""
+        """Chooses the rank for a request, given how many of its tokens each rank has not cached."""
         loads = [each.load() for each in self._ranks]
         return choose_rank(
             [each.demand for each in self._ranks],
@@ -243,7 +243,7 @@ class RankPlanner:
         )
 
     def _spread(self) -> None:
-        """Moves requests that wait to ranks that could admit them, while nothing waits there."""
+        """Moves waiting requests to ranks that could admit them and have no waiting request."""
         if not any(each.num_waiting for each in self._ranks):
             return
         for rank, taker in enumerate(self._ranks):
@@ -263,13 +263,13 @@ class RankPlanner:
 
 
 def _sooner(taker: Scheduler, more: int, request: Request) -> bool:
-    """Whether a request begins sooner at another scheduler, where ``more`` tokens less are computed before it. One with a
-    ticket does not: its pages are where it is."""
+    """Whether a request begins earlier at another scheduler, which computes ``more`` fewer tokens before it. A request with a
+    ticket does not: its pages are at its present rank."""
     return request.ticket is None and request.remaining - taker.cached_tokens(request) < more
 
 
-# Spreads work evenly over ranks that wait for each other in every layer: chooses the rank of a new request, and how
-# many tokens of prompts each rank computes in a step.
+# Balances work over ranks that wait for each other in every layer: chooses the rank of a new request, and the # number of prompt
+# tokens that each rank computes in a step.
 #
 # Work is counted in tokens to compute. Every rank waits for the slowest, so the longest of their steps is what counts.
 CONTEXT_TOKENS = 512
@@ -277,7 +277,7 @@ CONTEXT_TOKENS = 512
 _STEPS = 128
 """Steps for which a request is expected to run: work that recurs in each step is multiplied by this number."""
 _UNEVEN = 1.05
-"""How much longer than the mean the longest of the ranks' steps may be before prompts are held back."""
+"""Prompts are held back if the longest of the ranks' steps is longer than this multiple of the mean."""
 
 
 def decode_work(demand: Demand) -> float:
@@ -288,10 +288,10 @@ def decode_work(demand: Demand) -> float:
 def choose_rank(
     demands: Sequence[Demand], waiting: Sequence[int], queued: Sequence[int], missing: Sequence[int]
 ) -> int:
-    """The rank that has least to do once it has a new request; of equals the first.
+    """The rank that has the least work after it gets the new request; among equal ranks the first.
 
     Args:
-        demands: What each rank could compute in the next step.
+        demands: For each rank, what it could compute in the next step.
         waiting: Requests in each rank's queue.
         queued: Tokens of prompts that each rank has not computed.
         missing: The new request's tokens that each rank does not have in its cache.
@@ -305,15 +305,15 @@ def choose_rank(
 
 
 def prompt_tokens(demands: Sequence[Demand], most: int) -> list[int]:
-    """How many tokens of prompts each rank computes in the next step, so that the ranks' steps take about equally long.
+    """How many prompt tokens each rank computes in the next step, so that the ranks' steps take about the same time.
 
     While one rank computes a prompt and the others only decode, all of their requests wait for it. So the prompt is held back
-    for a number of steps, about the number of requests that would wait, in the hope that other ranks get prompts too. Ranks with
-    nothing to do do not count. O(ranks).
+    for a number of steps, about the number of requests that would wait, in the hope that other ranks get prompts too. Idle ranks
+    do not count. O(ranks).
 
     Args:
         demands: What each could.
-        most: Tokens of a rank's step at most.
+        most: The most tokens of a rank's step.
     """
     if not any(demand.prompts for demand in demands):
         return [0] * len(demands)
@@ -341,9 +341,9 @@ def prompt_tokens(demands: Sequence[Demand], most: int) -> list[int]:
     return found
 
 
-# Hand-offs of ranks that have requests of their own: each has its part, and pages are pulled where the request is to run.
+# KV transfers with data-parallel attention: each rank has its part, and the rank where the request will run reads its pages.
 _MOST_PROMISED = 1024
-"""Requests that are likely to come whose rank is remembered; for an older one pages are read again."""
+"""How many announced requests have their rank remembered; for an older one, pages are read again."""
 
 
 class RankHandoffs:
@@ -390,11 +390,11 @@ class RankHandoffs:
         self._ranks[rank].announced(ticket, prompt, namespace)
 
     def take_rank(self, ticket: HandoffTicket | None) -> int | None:
-        """The rank where the pages of a request that has come were pulled, and forgets it; None: at none."""
+        """Returns and forgets the rank that has read a request's pages; None: no rank has."""
         return None if ticket is None else self._promised.pop(ticket.transfer_id, None)
 
 
-# Merges the KV events of ranks that have a prefix cache each: a block is there as long as any of them has it.
+# Merges the KV events of ranks with a prefix cache each: a block exists as long as any rank has it.
 _Block = tuple[Medium, bytes]
 
 
@@ -411,7 +411,7 @@ class MergedEvents:
         self._held: list[dict[_Block, None]] = [{} for _ in range(ranks)]
 
     def merge(self, events: Sequence[Sequence[KvEvent]]) -> list[KvEvent]:
-        """What changes for all of them together.
+        """The changes in the merged cache of all ranks.
 
         Args:
             events: Each rank's since the last call.

@@ -26,7 +26,7 @@ class RequestState(Enum):
     RUNNING = "running"
     """It has a row in the page table; each step computes some of its tokens."""
     FINISHED = "finished"
-    """It ended, for whatever reason; nothing of it is left but what it put into the prefix cache."""
+    """The request has ended, for any reason; only its pages in the prefix cache remain."""
 
 
 _ALLOWED = {
@@ -37,7 +37,7 @@ _ALLOWED = {
 
 
 class IllegalTransitionError(AssertionError):
-    """A request was about to make a transition that does not exist. A bug of ours."""
+    """A request was about to make a state transition that is not allowed: a bug in Sapwood."""
 
 
 def check_transition(request_id: str, old: RequestState, new: RequestState) -> None:
@@ -46,21 +46,21 @@ def check_transition(request_id: str, old: RequestState, new: RequestState) -> N
         raise IllegalTransitionError(f"request {request_id}: {old.value} -> {new.value}")
 
 
-# The drafts of one request: who makes them, and how often they were right.
+# The drafts of one request: its drafter, and how often its draft tokens were right.
 
 
 _FAST, _SLOW = 0.15, 0.015
-"""How much one token changes the fast rate, which follows a text whose nature changes, and the slow rate, for one that stays."""
+"""How much one token changes the fast rate, for text whose nature changes, and the slow rate, for steady text."""
 _NEARER = 0.01
-"""The share of the way to the other requests' rate that a rate moves in a step in which nothing was learned about it."""
+"""In a step that teaches nothing about a request's rate, the rate moves this share of the way to the other requests' rate."""
 _MEMORY = 0.99
-"""The factor by which each token fades what is known about which of the two rates was better."""
+"""Each token multiplies the evidence about which rate is better by this factor."""
 _CLEARLY = -1.0
-"""How much worse the slow rate must have been, in squared errors, for the fast one to be used: it may merely be lucky."""
+"""The fast rate is used only if the slow rate was this much worse in squared errors: the fast one may merely be lucky."""
 
 
 def learned(rate: float, right: int, wrong: int, weight: float) -> float:
-    """A rate, once so many more tokens were foreseen and so many were not."""
+    """A rate, updated by ``right`` foreseen and ``wrong`` unforeseen tokens."""
     return (1 - (1 - rate) * (1 - weight) ** right) * (1 - weight) ** wrong
 
 
@@ -68,9 +68,9 @@ class RowDrafter(Protocol):
     """Guesses the next tokens of one request."""
 
     def follow(self) -> tuple[int, int]:
-        """Takes note of the request's tokens since the last call: how many of them it foresaw, how many it had wrong.
+        """Reads the request's tokens since the last call; returns how many of them it foresaw and how many it got wrong.
 
-        Tokens for which it had no guess are neither. Whether a guess was drafted makes no difference.
+        Tokens without a guess count as neither. A guess counts whether or not it was drafted.
         """
         ...
 
@@ -91,8 +91,8 @@ class RequestDrafts:
         drafter: Makes them.
         drafted: Tokens drafted so far.
         accepted: How many of these became output.
-        patience: Tokens after which it is tried again; grows with each trial in vain.
-        tried_again: The number of tokens from which on it is.
+        patience: Tokens after which its drafter is tried again; grows with each failed trial.
+        tried_again: The request's length, in tokens, at which its drafter is tried again.
     """
 
     __slots__ = ("_fast", "_known", "_slow", "_slower", "accepted", "drafted", "drafter", "patience", "tried_again")
@@ -100,18 +100,19 @@ class RequestDrafts:
     def __init__(self, drafter: RowDrafter, rate: float = 0.0) -> None:
         self.drafter = drafter
         self._fast = self._slow = rate
-        self._slower = 0.0  # the squared errors of the fast rate beyond those of the slow one
+        self._slower = 0.0  # squared errors of the fast rate minus those of the slow one
         self._known = 0
         self.drafted = self.accepted = 0
         self.patience = self.tried_again = 0
 
     @property
     def rate(self) -> float:
-        """The chance that the next token is the one foreseen."""
+        """The chance that the next token is the foreseen one."""
         return self._slow if self._slower > _CLEARLY else self._fast
 
     def learn(self, others: float | None = None) -> float:
-        """Learns from the tokens since the last call and returns the rate; without any it moves towards ``others``."""
+        """Learns from the tokens since the last call and returns the rate; without new tokens the rate moves towards
+        ``others``."""
         right, wrong = self.drafter.follow()
         if others is not None and not right and not wrong:
             self._fast += _NEARER * (others - self._fast)
@@ -128,8 +129,8 @@ class RequestDrafts:
 class Request:
     """A prompt on its way to its end.
 
-    Prefill, decode and recomputation after a retraction are one thing: ``token_ids`` is all that is known, ``computed`` how
-    much of it has its KV in place, and a step that reaches the end samples the next token.
+    Prefill, decode and recomputation after a retraction work alike: ``token_ids`` are all known tokens, ``computed`` counts
+    those whose KV is in place, and a step that computes the last one samples the next token.
 
     Attributes:
         serial: Its unique number, never used again.
@@ -140,44 +141,47 @@ class Request:
         namespace: Requests of different namespaces share no cached pages.
         priority: Higher goes first, where the policy heeds priorities.
         tenant: On whose behalf it runs; tenants get equal shares.
-        deadline: When it ends, finished or not, in seconds on the scheduler's clock; None: never.
+        deadline: When the request is ended even if unfinished, in seconds on the scheduler's clock; None: never.
         pooling: How its hidden states become an embedding, which is then its only output; empty: it generates.
         hands_off: Whether it ends with its first token, and its pages are kept for another worker.
-        ticket: For pages of its prompt that another worker keeps; None: there is none.
+        ticket: The ticket for pages of its prompt that another worker keeps; None: no ticket.
         pooled: float32 [hidden_size]: the hidden states of its chunks so far, pooled.
         whole: Whether its prompt must be computed in one step.
         grammar: What the output must match; kept while the request waits or is retracted, closed when it ends.
-        max_length: Tokens of prompt and output at which it ends at the latest; set when it is let in.
+        max_length: The request ends when prompt and output have this many tokens; set when it is accepted.
         computed: Leading tokens whose KV is in the request's pages.
         cached: Prompt tokens found in the prefix cache when the request first ran; None before.
         slot: Row in the page table while running, else -1.
         arrival: Order of arrival.
         queued_at: Step at which it was last put into the queue.
-        waited: Steps that it waited in the queue before it ran last, or that computed nothing of its prompt since.
-        rank: Set when it is admitted, and sorts running requests: the last of them is retracted first.
+        waited: How many steps it waited in the queue before it last started, plus later steps that computed nothing of its
+            prompt.
+        rank: Its place among running requests, set at admission: the last one is retracted first.
         retractions: How often it was sent back to the queue.
         capacity: Tokens that its pages hold; 0 without a row.
-        reach: Tokens that its pages of windows hold, those let go of included; 0 without a row.
-        stops: The tokens that end it; set when it is let in.
-        jumps: Whether tokens that its grammar forces are appended without asking the model; set when it is let in.
-        over: Whether it has ended for its client while steps in flight still compute it: it keeps its row until they are done.
+        reach: Tokens that its window pages hold, including freed ones; 0 without a row.
+        stops: The tokens that end it; set when it is accepted.
+        jumps: Whether tokens that its grammar forces are appended without running the model; set when it is accepted.
+        over: Whether it has ended for its client while steps in flight still compute it. It keeps its row until those steps are
+            done.
         planned: ``computed`` and the tokens that steps in flight compute.
         in_flight: Steps in flight that compute it.
         unknown: Tokens that steps in flight sample for it; 0 or 1 when a step with it is planned.
         sampled_in: The number of the last step that samples a token for it.
         shared: Whether its pages may stay in the prefix cache when it ends.
-        size: Tokens to compute when it was first looked at in the queue, without those cached then; None: it was not.
-        held: Whether it waits for pages that are being fetched; it is not admitted meanwhile.
-        output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of an earlier try.
+        size: The uncached tokens when it was first looked at in the queue; None: not looked at yet.
+        held: Whether it waits for pages that are being fetched; until then it is not admitted.
+        output_start: Where in ``token_ids`` the output begins: before the prompt's end if the prompt includes output of an
+            earlier attempt.
         enters: Whether the request has a row that the runner does not know yet.
-        prompt_logprobs: Log probabilities of the prompt that no output has carried yet.
+        prompt_logprobs: Log probabilities of prompt tokens that have not been sent with an output yet.
         processed: Whether it has logit processors.
-        failure: What a logit processor of it failed with.
-        drafts: What is known of its drafts; None: it never had any.
+        failure: The error of one of its logit processors.
+        drafts: The state of its drafts; None: it never had any.
 
     Args:
         prompt: Token ids, at least one.
-        output_tokens: How many of the last tokens of ``prompt`` are output of an earlier try.
+        output_tokens: How many of the last tokens of ``prompt`` are output of an earlier attempt.
         serial, request_id, sampling, namespace, grammar, priority, tenant, deadline, pooling, hands_off, ticket: The
             attributes of these names.
     """
@@ -297,17 +301,18 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV no step computes yet; 1 while it decodes."""
+        """Tokens that no step computes yet; 1 while the request decodes."""
         return len(self.token_ids) + self.unknown - self.planned
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """The alternatives wanted for each prompt token, while there are prompt tokens without log probabilities."""
+        """How many alternatives are wanted for each prompt token, while prompt tokens without log probabilities remain."""
         return self.sampling.prompt_logprobs if self._scored < self.prompt_length - 1 else None
 
     @property
     def reusable(self) -> array[int]:
-        """The tokens to look for in the prefix cache, and one more: log probabilities of the prompt need its computation."""
+        """The tokens that may come from the prefix cache, and one more token. Tokens whose log probabilities or pooled states
+        are wanted must be computed."""
         if self.pooling in ("mean", "cls"):
             return self.token_ids[:1]
         return self.token_ids if self.wanted_prompt_logprobs is None else self.token_ids[: self._scored + 1]
@@ -326,7 +331,8 @@ class Request:
         return (self.pooled / (self.prompt_length if self.pooling == "mean" else 1)).astype(np.float32).tobytes()
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Adds those of the prompt tokens after ``start``; skips those that are there already, from before a retraction."""
+        """Adds log probabilities of the prompt tokens after ``start``; skips tokens that have them already, from before a
+        retraction."""
         new = logprobs[self._scored - start :]
         self._scored += len(new)
         self.prompt_logprobs += new

@@ -1,4 +1,4 @@
-"""What happens to a request outside its steps: it comes, gets what a step computed, is handed to another worker, and ends."""
+"""What happens to a request outside its steps: it arrives, gets a step's results, is transferred to another worker, and ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepResults:
         self.forced_tokens = 0
 
     def take(self, step: StepInFlight, output: ModelOutput) -> list[RequestOutput]:
-        """Takes what a step computed; returns what each request gets, and ends those that are complete."""
+        """Takes the results of a step; returns each request's output, and ends complete requests."""
         outputs: list[RequestOutput] = []
         for part, failure in output.failures.items():
             step.requests[part].failure = failure
@@ -73,7 +73,7 @@ class StepResults:
         return outputs
 
     def fail(self, steps: Sequence[StepInFlight], error: str) -> list[RequestOutput]:
-        """Ends the requests of steps that have failed; nothing more of them is put into the cache."""
+        """Ends the requests of failed steps; none of their further pages enters the cache."""
         outputs: list[RequestOutput] = []
         for step in steps:
             step.release_grammars()
@@ -121,7 +121,7 @@ class StepResults:
         return taken
 
 
-# Appends sampled tokens to their request, with those that a grammar then forces; ends the request if it must; reports.
+# Appends sampled tokens and the tokens that a grammar then forces to their request; ends the request if it must; reports.
 #
 # O(1) a token. Forced tokens are computed in the next step together, as a chunk of a prompt is.
 
@@ -136,10 +136,10 @@ def stop_tokens(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> froz
 
 
 def may_jump(request: Request) -> bool:
-    """Whether tokens that the request's grammar forces may be appended without asking the model.
+    """Whether tokens that the request's grammar forces may be appended without running the model.
 
-    They may not if log probabilities are asked for, or if the runner counts tokens (penalties), bans
-    some or calls logit processors.
+    They may not if the client asks for log probabilities, or if the runner counts tokens (penalties), bans tokens or calls logit
+    processors.
     """
     sampling = request.sampling
     unbiased = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.0, 0.0, 1.0)
@@ -216,7 +216,7 @@ def _jump(request: Request, grammar: GrammarState) -> FinishReason | None:
 
 
 def _no_token(request: Request) -> tuple[str, str]:
-    """Why nothing could be sampled, and the field at fault if the request is."""
+    """Why no token could be sampled, and the faulty field if the request is to blame."""
     sampling = request.sampling
     if sampling.logit_processors:
         why = request.failure or "the logit processors left no token: all logits are forbidden or not finite numbers"
@@ -245,10 +245,10 @@ def end_output(
     )
 
 
-# The scheduler's part in KV transfers: which prompts and pages are offered to other workers, and what is pulled from them.
+# The scheduler's part in KV transfers: which prompts and pages it offers to other workers, and which pages it reads from them.
 #
 # A request that hands off ends here with its prompt; its pages are kept for the worker that continues it (``leases.py``).
-# There its pages are pulled, if need be before it comes (``reads.py``).
+# That worker reads the pages, possibly before the request arrives (``reads.py``).
 #
 # Complexity: O(pages of the prompt) for each prompt, O(leases) a poll.
 
@@ -281,16 +281,17 @@ class Handoffs:
         self._leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
 
     def offer_whole(self, request: Request) -> None:
-        """As :meth:`offer`, of a prompt that has been computed: its last ticket follows."""
+        """Does what :meth:`offer` does, for a computed prompt: the prompt's last ticket follows."""
         self.offer(request)
         assert self._leases is not None
         self._leases.computed(request.serial)
 
     def offer_chunks(self, chunks: Sequence[tuple[Request, int]]) -> None:
-        """Offers the pages that the coming step fills, if they are many of one prompt: others read them while it computes.
+        """Offers the pages that the coming step fills, if they are many of one prompt: other workers read them while the step
+        computes.
 
         Args:
-            chunks: Of the step: requests, and how many tokens it computes of each.
+            chunks: The step's chunks: requests, and how many tokens the step computes of each.
         """
         if self._tiers is None or self._leases is None or not self._leases.in_parts:
             return
@@ -305,24 +306,24 @@ class Handoffs:
                 self._tiers.computes(request.slot, request.serial, prompt, first, filled)
 
     def withdraw(self, request: Request) -> None:
-        """Takes an offer back whose request ends before its prompt has been computed."""
+        """Withdraws the offer of a request that ends before its prompt has been computed."""
         if request.hands_off and self._leases is not None:
             self._leases.withdraw(request.serial)
 
     def cancel(self, serial: int) -> bool:
-        """Ends what is kept for an aborted request; returns whether its last ticket had not been given."""
+        """Releases the pages kept for an aborted request; returns true if its last ticket had not been given yet."""
         return self._leases is not None and self._leases.cancel(serial)
 
     @property
     def owes_tickets(self) -> bool:
-        """Whether prompts have been computed for which :meth:`poll` has given no ticket yet."""
+        """Whether computed prompts still wait for :meth:`poll` to give their tickets."""
         return self._leases is not None and self._leases.offering
 
     def poll(self) -> list[RequestOutput]:
         """Ends leases whose time is over, releases announced pages that no message has named for long, and returns outputs as
         :meth:`tickets` does.
 
-        To be called right after all messages were taken: a step may take longer than a lease, and renewals wait meanwhile.
+        Call this right after all messages were taken: renewals wait during a step, and a step may last longer than a lease.
         """
         if self._tiers is None:
             return []
@@ -338,13 +339,13 @@ class Handoffs:
         return [] if self._leases is None else _outputs(self._leases.tickets())
 
     def keep(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
-        """Renews the leases of some tickets and ends those of others, by the transfers' ids; unknown ones are ignored."""
+        """Renews the leases of some tickets and ends those of others, by transfer id; unknown ids are ignored."""
         if self._leases is not None:
             self._leases.renew(renewed)
             self._leases.release(released)
 
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes) -> None:
-        """Reads pages for a request that is likely to come, unless they are here already.
+        """Reads pages for a request that will probably come, unless this worker has them already.
 
         Args:
             ticket: For some of its prompt's pages.
@@ -361,9 +362,8 @@ def _outputs(given: Sequence[tuple[int, HandoffTicket, bool]]) -> list[RequestOu
     ]
 
 
-# How requests enter and leave the scheduler: accepted or refused, aborted, expired, ended. Each ends exactly once.
-#
-# Complexity: O(1), and a lookup in the cache's third tier when a request comes, and O(its pages) when it ends.
+# How requests enter and leave the scheduler: accepted or refused, aborted, expired, ended. Each request ends exactly once.
+# Complexity: O(1) and a lookup in the cache's third tier when a request arrives; O(its pages) when it ends.
 
 
 class Lifecycle:
@@ -407,7 +407,7 @@ class Lifecycle:
         self.requests: dict[int, Request] = {}
 
     def add(self, request: Request, step: int) -> None:
-        """Lets a request in, before the step of this number; its first tokens are computed in one of the next.
+        """Accepts a request before step ``step``; one of the next steps computes its first tokens.
 
         Raises:
             InvalidArgumentError: It can never run: its prompt leaves no room in the context.
@@ -443,8 +443,7 @@ class Lifecycle:
             )
 
     def give_away(self, request: Request | None, suits: Callable[[Request], bool]) -> Request | None:
-        """Forgets a waiting request as if it had not come, and returns it, if it has never run and suits the scheduler that is
-        to take it."""
+        """Removes and returns a waiting request for another scheduler, if it has never run and ``suits`` that scheduler."""
         if request is None or request.cached is not None or not suits(request):
             return None
         self._waiting.remove(request, request.remaining)
@@ -484,7 +483,7 @@ class Lifecycle:
             self.finish(request)
 
     def finish(self, request: Request) -> None:
-        """Ends a request that no step in flight computes; what is computed of it stays in the cache, if it may be shared."""
+        """Ends a request that no step in flight computes; its computed pages stay in the cache, if they may be shared."""
         if request.state is RequestState.WAITING:
             self._waiting.remove(request, request.remaining)
             request.become(RequestState.FINISHED)
@@ -498,7 +497,7 @@ class Lifecycle:
         del self.requests[request.serial]
 
 
-# When waiting and running requests must end: a heap, with entries of ended requests dropped as they come up.
+# Deadlines of waiting and running requests, in a heap. Entries of ended requests are dropped when they reach the top.
 #
 # O(log n) for each request. Bound: when entries of ended requests outnumber the others, the heap is rebuilt.
 _LEAST = 64

@@ -53,7 +53,7 @@ class Demand(NamedTuple):
     Attributes:
         rows: Running requests.
         context: Tokens that they have cached.
-        prompts: Tokens of prompts that are still to be computed, with those of the next few requests that there are rows for.
+        prompts: Prompt tokens still to be computed, including those of the next few waiting requests that have rows.
     """
 
     rows: int
@@ -71,7 +71,7 @@ def measure_demand(running: RunningBatch, admissible: Iterable[Request], cached:
     Args:
         running: What runs.
         admissible: The waiting requests that there are rows for, in their order.
-        cached: Tells how many tokens of one the prefix cache has.
+        cached: Returns how many tokens of a request the prefix cache has.
     """
     prompts = sum(request.remaining - cached(request) for request in islice(admissible, _LOOKED_AT))
     context = 0
@@ -94,7 +94,7 @@ def measure_load(
     speculation: Speculation | None,
 ) -> Load:
     """The load now; changes nothing."""
-    # Computes ``Request.remaining``, whose calls would take longer than all else here.
+    # ``Request.remaining`` is written out here, because calling it would take longer than everything else.
     left = [len(each.token_ids) + each.unknown - each.planned for each in running.requests]
     load = Load(
         running_requests=len(running),
@@ -120,7 +120,7 @@ def measure_load(
 
 
 def _with_tiers(load: Load, tiers: HierarchicalCache, page_size: int) -> Load:
-    """A load with what the tiers below the device count."""
+    """The load with the counts of the tiers below the device."""
     load = msgspec.structs.replace(
         load,
         device_hit_tokens=tiers.counters.device_hits * page_size,
@@ -176,7 +176,7 @@ class Scheduler:
         clock: Seconds, the clock of the requests' deadlines.
         tiers: The KV cache's tiers below the device's pages; None: there are none.
         masks: Fills the masks of requests with a grammar while the model computes; None: no such requests come.
-        drafter: Drafts tokens, or a model that does, if ``config`` asks for drafts; None: ``make_speculation`` chooses.
+        drafter: The drafter, or the draft model, if ``config`` asks for drafts; None: ``make_speculation`` chooses.
 
     Attributes:
         micro_batches, depth: ``count`` and ``depth`` of :class:`MicroBatches`.
@@ -246,7 +246,7 @@ class Scheduler:
         self._results = StepResults(self._running, self._lifecycle, self._fairness, self.handoffs)
         self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
         self._paused = self._retract_all = False
-        # The pages of a draft and the check of it belong to one step, so with drafts there is one micro-batch.
+        # A draft's pages and its check belong to one step, so with drafts there is one micro-batch.
         self.micro_batches = config.micro_batches if self._speculation is None else 1
         self._pace = StepPace(config.step_seconds / self.micro_batches, config.max_step_tokens)
         self._planned: deque[float] = deque()
@@ -286,7 +286,7 @@ class Scheduler:
 
     @property
     def has_copies(self) -> bool:
-        """Whether a step is due even without requests, because pages wait to be copied or a copy's end to be reported."""
+        """Whether a step is needed even without requests: pages wait to be copied, or a finished copy waits to be reported."""
         return self._tiers is not None and self._tiers.busy
 
     def wait_for_storage(self, seconds: float) -> None:
@@ -314,7 +314,7 @@ class Scheduler:
         return self._lifecycle.expire(self._clock())
 
     def pause(self, *, retract: bool = False) -> None:
-        """Schedules nothing until :meth:`resume`. Requests may still come, end by the step in flight, and be aborted.
+        """Schedules nothing until :meth:`resume`. Requests may still arrive, end with the step in flight, and be aborted.
 
         Args:
             retract: Send the running requests back to the queue, so that they hold no pages. If a step is in flight, this
@@ -332,7 +332,7 @@ class Scheduler:
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether the next step may be planned now. Not while a step is in flight whose tokens the plan depends on."""
+        """Whether the next step may be planned now. It may not while its plan depends on tokens of a step in flight."""
         if self._in_flight and self._speculation is not None and self._speculation.waits:
             return False
         if self.micro_batches > 1:
@@ -344,7 +344,7 @@ class Scheduler:
 
     @property
     def decodes_planned(self) -> int:
-        """Tokens that the step planned last computes of requests which decode, with drafts."""
+        """How many tokens of decoding requests the last planned step computes, with drafts."""
         step = self._in_flight[-1]
         return len(step.plan.token_ids) - sum(count for _, count in step.chunks)
 
@@ -355,12 +355,12 @@ class Scheduler:
 
     @property
     def demand(self) -> Demand:
-        """How much the next step could compute. O(running), and a look into the cache for a few waiting requests."""
+        """How much the next step could compute. Takes O(running), and a cache lookup for a few waiting requests."""
         first = islice(self._order.order(self._waiting, self._steps), self._config.max_running - len(self._running))
         return measure_demand(self._running, first, self.cached_tokens)
 
     def give_away(self, suits: Callable[[Request], bool]) -> Request | None:
-        """Removes and returns the request to be admitted next, if it has never run and ``suits`` another scheduler."""
+        """Removes and returns the next request to admit, if it has never run and ``suits`` another scheduler."""
         return self._lifecycle.give_away(next(self._order.order(self._waiting, self._steps), None), suits)
 
     def cached_tokens(self, request: Request) -> int:
@@ -370,9 +370,9 @@ class Scheduler:
     def schedule(self, most_tokens: int | None = None) -> Step:
         """Plans the next step. The step is false if there is nothing to do, or nothing before the next :meth:`update`.
 
-        While a step is in flight (``plans_ahead`` must then be true), the next one continues where that one will end, as if it
-        sampled no end tokens, or with micro-batches has other requests. Tokens computed in vain are thrown away, and no request
-        is retracted meanwhile. ``most_tokens`` is the step's token budget; None: what the configuration says.
+        While a step is in flight (``plans_ahead`` must then be true), the next one continues where that one will end, as if no
+        request ended; with micro-batches it has other requests. Tokens of requests that did end are thrown away. Until then no
+        request is retracted. ``most_tokens`` is the step's token budget; None: the configured budget.
         """
         assert self.plans_ahead, "a step in flight was not updated"
         for serial in self._tiers.poll() if self._tiers is not None else ():
@@ -455,11 +455,12 @@ class Scheduler:
         return freed
 
     def clear_device(self) -> int:
-        """Forgets them on the device only; as with an eviction, the host's memory may take them. Returns the pages freed."""
+        """Forgets prefixes on the device only; as with an eviction, they may move to the host's memory. Returns the number of
+        pages freed."""
         return self._cache.flush(keep=True)
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"", seconds: float | None = None) -> int:
-        """Keeps what is cached of a prefix from eviction until it is unpinned or its time is over.
+        """Protects the cached part of a prefix from eviction until it is unpinned or its time is over.
 
         Args:
             name: The pin's name; an older pin of this name is replaced.
@@ -478,11 +479,11 @@ class Scheduler:
         return self._cache.pin(name, array("I", token_ids), namespace, most, until)
 
     def unpin(self, name: str) -> bool:
-        """Lets go of a pinned prefix; returns whether there was one of this name."""
+        """Releases a pinned prefix; returns whether there was a pin of this name."""
         return self._cache.pins.remove(name)
 
     def take_kv_events(self) -> list[KvEvent]:
-        """Removes and returns what the prefix cache stored and removed since the last call, in order."""
+        """Returns the KV events since the last call, in order: what the prefix cache stored and removed. Forgets them."""
         return [] if self._kv_events is None else self._kv_events.take()
 
     def take_rank_kv_events(self) -> list[list[KvEvent]]:
@@ -504,7 +505,7 @@ class Scheduler:
         )
 
     def check_idle(self) -> None:
-        """Checks that nothing is held while there is no work; vectorised.
+        """Checks that no page or row is held while there is no work; vectorised.
 
         Raises:
             AssertionError: Something leaked.
@@ -533,14 +534,14 @@ class Scheduler:
             self._retract_all = False
 
 
-# Checks of the queue and the batch against each other, request by request; for tests. O(requests).
+# Compares the queue and the batch with each other, request by request; for tests. O(requests).
 def check_requests(
     requests: Mapping[int, Request], waiting: WaitingQueue, running: RunningBatch, in_flight: Sequence[StepInFlight]
 ) -> None:
-    """Compares all unfinished requests, by serial, with where they are.
+    """Compares all unfinished requests, by serial, with the queue, the batch and the steps in flight.
 
     Raises:
-        AssertionError: One is nowhere or in two places, in a wrong state, or miscounted.
+        AssertionError: A request is nowhere or in two places, in a wrong state, or miscounted.
     """
     found: set[Request] = set()
     tokens = 0
@@ -571,8 +572,8 @@ class RunningPlan(NamedTuple):
 
     Attributes:
         decodes: Those that decode one token.
-        last_tokens: Those with one prompt token left, or back in the batch with only one token to compute.
-        unfinished: Those with more left; some of them may have been retracted meanwhile.
+        last_tokens: Requests with one prompt token left, or with one token to compute after a retraction.
+        unfinished: Requests with more tokens left; some of them may have been retracted since.
     """
 
     decodes: list[Request]
@@ -587,13 +588,13 @@ def plan_running(
 
     Args:
         running: The batch. Mutated.
-        retraction: Makes room. It takes the last by rank, which is none of those that are in the step so far.
+        retraction: Makes room by retracting the request with the last rank, which is not in the step yet.
         step: The number of the step being planned.
         micro_batches: How steps in flight share the requests.
         in_flight: Whether another step is in flight.
 
     Returns:
-        None if a request would have to be retracted that the step in flight may compute.
+        None if a request that the step in flight may compute would have to be retracted.
     """
     decodes: list[Request] = []
     last_tokens: list[Request] = []
@@ -634,11 +635,11 @@ def make_speculation(
     table: PageTable,
     ledger: PageAllocator,
 ) -> Speculation | None:
-    """What plans the drafts of a scheduler's steps; None: nothing is drafted.
+    """The planner of drafts for a scheduler's steps; None: nothing is drafted.
 
     Args:
         config: The scheduler's.
-        drafter: Makes the drafts, or the model that does; None: they are made from the prefix cache and what a request holds.
+        drafter: The drafter, or the draft model; None: drafts are n-grams from the prefix cache and the request's own tokens.
         cache: The prefix cache.
         running: The running requests.
         table: The page table.
@@ -647,7 +648,7 @@ def make_speculation(
     alone = drafter is None and config.speculate == "auto"
     if config.speculate == "off" or (
         alone and config.micro_batches > 1
-    ):  # a draft takes the micro-batches away, which bring more
+    ):  # drafts would rule out micro-batches, which gain more
         return None
     if drafter is None:
         drafter = NgramDrafter(lambda request: cache.continuation(request.slot, request.token_ids))

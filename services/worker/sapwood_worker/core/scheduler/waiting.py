@@ -15,7 +15,7 @@ class WaitingQueue:
     """New requests by priority and tenant, each in order of arrival, and retracted requests. Adding and removing is O(1).
 
     Args:
-        limit: The most requests it takes in. A retracted request always finds room: it was let in before.
+        limit: The most new requests in the queue. A retracted request always finds room, because it was accepted before.
     """
 
     def __init__(self, limit: int) -> None:
@@ -47,7 +47,7 @@ class WaitingQueue:
         self.num_tokens += request.remaining
 
     def remove(self, request: Request, tokens: int) -> None:
-        """Takes a request out; ``tokens`` is what it had to compute when it was let in or put back."""
+        """Removes a request; ``tokens`` is how many tokens it had to compute when it was added or put back."""
         if self._put_back.pop(request.serial, None) is None:
             place = request.priority, request.tenant
             del self._new[place][request.serial]
@@ -61,7 +61,7 @@ class WaitingQueue:
         return list(self._put_back.values())
 
     def queues(self) -> Iterator[tuple[int, str, dict[int, Request]]]:
-        """Priority, tenant and their new requests by arrival, at least one; valid until the queue changes."""
+        """Yields each priority and tenant with its new requests by arrival, at least one; valid until the queue changes."""
         for (priority, tenant), queue in self._new.items():
             yield priority, tenant, queue
 
@@ -72,16 +72,16 @@ class WaitingQueue:
             yield from queue.values()
 
 
-# Fairness across tenants: the tenant that got least is next.
+# Fairness across tenants: the tenant that got the fewest tokens is next.
 #
 # Algorithm: Virtual Token Counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each
 # tenant's counter goes up with the tokens computed for it; of the tenants that have requests waiting the one with the
-# lowest counter is served next. A tenant that comes back is lifted to the lowest counter of those that are busy, so
-# that idling saves nothing up.
+# lowest counter is served next. A tenant that returns gets at least the lowest counter of the busy tenants, so that idling earns
+# no credit.
 #
 # Bound: while two tenants both wait, the tokens that they get differ by at most one round of admissions; so one of n
-# tenants gets at least 1/n, however many requests the others send. If ever new tenants come, n has no bound;
-# :class:`AdmissionOrder` sees to it that none starves all the same. O(1) for each charge and O(log tenants) for each
+# tenants gets at least 1/n, however many requests the others send. If new tenants keep coming, n has no bound;
+# :class:`AdmissionOrder` ensures that no tenant starves even then. O(1) for each charge and O(log tenants) for each
 # admission; a counter is kept for each busy tenant and for the ``MOST_IDLE`` that were busy last.
 
 
@@ -174,7 +174,7 @@ class FirstComeFirstServed:
 
 
 class LongestPrefixMatch:
-    """Longest cached prefix first (SGLang's cache-aware order), so that a prefix is used while it is there.
+    """Longest cached prefix first (SGLang's cache-aware order), so that a prefix is used while it is cached.
 
     Complexity: one match in the tree for each of at most WINDOW requests.
 
@@ -225,7 +225,8 @@ class DepthFirstWeight:
 
 
 class LongestOutputFirst:
-    """The largest limit of output first: long generations start early, and short ones fill the gaps at the end."""
+    """The request with the largest output limit goes first: long generations start early, and short ones fill the gaps at the
+    end."""
 
     def sort(self, requests: list[Request]) -> list[Request]:
         return sorted(requests, key=lambda request: request.max_length - request.prompt_length, reverse=True)
@@ -249,7 +250,7 @@ def make_policy(name: PolicyName, match_length: Callable[[Request], int], path: 
 # Order, each rule among the equals of the one before:
 # 1. by priority, the highest first (all are equal unless the policy is ``priority``);
 # 2. requests that were retracted before all others, by arrival;
-# 3. by tenant: the one that got least first (:class:`TenantFairness`), among equals the one whose next request is the
+# 3. by tenant: the tenant that got least first (:class:`TenantFairness`), among equals the one whose next request is the
 #   oldest;
 # 4. within a tenant the policy's order.
 #
@@ -267,7 +268,7 @@ TOP = 1 << 40
 
 
 class Level(NamedTuple):
-    """Waiting requests of one level: those that were retracted, by arrival, and each tenant's others in their order."""
+    """Waiting requests of one level: retracted ones by arrival, and each tenant's other requests in the policy's order."""
 
     retracted: list[Request]
     tenants: dict[str, list[Request]]
@@ -296,7 +297,7 @@ class AdmissionOrder:
         return TOP if self.starved(request, step) else request.priority
 
     def order(self, waiting: WaitingQueue, step: int) -> Iterator[Request]:
-        """The waiting requests, the one to admit first first, where rows and pages are scarce.
+        """The waiting requests in order of admission, if rows and pages are scarce.
 
         Args:
             waiting: The queue.
@@ -334,7 +335,7 @@ class AdmissionOrder:
         return levels
 
     def by_share(self, tenants: Mapping[str, Request], step: int) -> list[str]:
-        """Tenants with the request that each would have next: those with a turn first, then the one that got least."""
+        """Each tenant with its next request: tenants with a turn first, then the tenant that got least."""
 
         def key(tenant: str) -> tuple[float, int]:
             request = tenants[tenant]
@@ -344,7 +345,8 @@ class AdmissionOrder:
         return sorted(tenants, key=key)
 
     def _fair(self, tenants: dict[str, list[Request]], step: int) -> Iterator[Request]:
-        """Requests of several tenants: one of each that starves, then each time one of the tenant that will have got least."""
+        """Yields requests of several tenants: first one of each starving tenant, then always one of the tenant that will have got
+        least."""
         if len(tenants) == 1:
             [requests] = tenants.values()
             yield from requests
@@ -377,7 +379,7 @@ class AdmissionOrder:
         return self.starved(oldest, step) and since >= self._starved_after
 
     def starved(self, request: Request, step: int) -> bool:
-        """Whether a request has waited so long that nothing overtakes it any more."""
+        """Whether a request has waited so long that no other request may overtake it."""
         queued = step - request.queued_at if request.slot < 0 else 0
         return request.waited + queued >= self._starved_after
 

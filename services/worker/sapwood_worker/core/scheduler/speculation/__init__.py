@@ -1,1 +1,1 @@
-"""Drafts of the running requests' next tokens: who guesses them, and how many are worth checking. Knows no page."""
+"""Drafts of the running requests' next tokens: the drafters, and how many draft tokens are worth checking. Knows no pages."""

@@ -1,8 +1,8 @@
 """How long decode steps take, by their requests and sampled positions: measured while they run.
 
-The host's part is in it: what counts is the time from one step's tokens to the next one's. A step that checks drafts is not
-overlapped with the next, so that the first steps after a change from one kind to the other take what belongs to the other; they
-are left out where others are known.
+The times include the host's work: a step's time runs from one step's tokens to the next step's. A step that checks drafts does
+not overlap with the next one. So the first step after a change between the two kinds has a wrong time; it is left out if other
+measurements exist.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 LADDER = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 """The numbers of sampled positions whose step times are measured apart."""
 _ENOUGH, _TWICE = 3, 2
-"""Measurements of steps without drafts before any is compared with them, and of those with drafts before they are trusted."""
+"""How many measurements without drafts are needed before comparing with them, and how many with drafts before trusting them."""
 _LIKELY = 0.75
-"""How much of the additional time that drafts took with another number of requests is expected here too: less than all, so that
-drafts that may pay are tried."""
+"""The share of the additional time of drafts, measured with another number of requests, that is expected for this number. It is
+below 1, so that drafts that may pay are tried."""
 _NEAR = 4
 """A measured step predicts one with the same positions if their numbers of requests differ by at most one part in this many."""
 _WEIGHT = 0.2
@@ -32,11 +32,11 @@ class _Mean:
     count: int
     step: int
     changed: bool = False
-    """Whether its only measurement is of a first step after a change."""
+    """Whether the only measurement is of a first step after a change between steps with and without drafts."""
 
     def add(self, seconds: float, step: int) -> None:
-        """The first two count as the shorter of them, since a first step may compile; a first one after a change says nothing.
-        Later an outlier, such as a step during which the machine did something else, counts as twice the mean at most."""
+        """Of the first two measurements the shorter one counts, since a first step may compile; a first one after a change is
+        ignored. Later an outlier counts as at most twice the mean."""
         if self.count == 1:
             self.seconds = seconds if self.changed else min(self.seconds, seconds)
         else:
@@ -91,8 +91,8 @@ class StepCosts:
 
     def ceiling(self, rows: int, positions: int) -> float:
         """How long a step of this many requests and positions takes if each position takes as long as in the largest smaller
-        step whose time is known. The time without drafts (:meth:`plain`) must be known. What takes longer when it is first
-        measured, such as one that compiles, will not again."""
+        step whose time is known. The time without drafts (:meth:`plain`) must be known. A first measurement above this ceiling,
+        for example of a step that compiles, will not recur."""
         at, seconds = rows, self._plain[_row_bucket(rows)].seconds
         for rung in LADDER:
             if rung >= positions:
@@ -105,9 +105,8 @@ class StepCosts:
         """How long steps with this many requests take that sample up to ``most`` positions; :meth:`plain` must be known.
 
         Returns:
-            For each rung, ascending: its positions; what such a step takes, or the least that it takes (more positions take no
-                less time, and with another number of requests as much more time was measured); and whether the time is known,
-                for so many requests or about as many.
+            For each rung, ascending: its positions; the time of such a step, or a lower bound of it; and whether the time is
+                known for this number of requests or a near one.
         """
         bucket = _row_bucket(rows)
         seconds = plain = self._plain[bucket].seconds
@@ -138,8 +137,8 @@ class StepCosts:
         return None
 
     def _longer(self, rows: int, drafted: int) -> float:
-        """How many seconds longer than without drafts a step of the number of requests nearest to these took that drafted no more
-        tokens than so many; 0: none is known."""
+        """How many seconds longer than plain steps the steps with at most ``drafted`` draft tokens took, measured for the
+        nearest number of requests; 0: unknown."""
         found: tuple[int, int, float] | None = None
         for (others, rung), mean in self._drafted.items():
             fresh = mean.count >= _TWICE and self._steps - mean.step < _KEPT
@@ -156,7 +155,7 @@ class StepCosts:
 
 
 def _row_bucket(rows: int) -> int:
-    """Numbers of requests whose steps are taken to last alike are one."""
+    """The bucket of a number of requests: steps with numbers in one bucket are taken to last equally long."""
     return rows if rows <= 16 else -(-rows // 4) * 4 if rows <= 64 else -(-rows // 16) * 16
 
 
@@ -164,12 +163,12 @@ def _rung(positions: int) -> int:
     return LADDER[min(bisect_left(LADDER, positions), len(LADDER) - 1)]
 
 
-# How long it takes to make drafts that are computed, by their requests and the tokens of the longest: measured meanwhile.
+# How long a draft model takes, by the number of requests and the tokens of the longest draft: measured during steps.
 
 
 _OUTLIER = 2.0
 _LIKELY_OF_DRAFT = 0.5
-"""What a further token of a draft takes of what a token of a shorter one took, until two lengths are known."""
+"""The time of one more draft token, as a share of a token's time in a shorter draft, until two lengths are measured."""
 
 
 @dataclass(slots=True)
@@ -178,7 +177,7 @@ class _DraftMean:
     count: int = 1
 
     def add(self, seconds: float) -> None:
-        """Takes a duration. Of the first two only the shorter one counts."""
+        """Notes a duration. Of the first two only the shorter one counts."""
         if self.count < _TWICE:
             self.seconds = min(self.seconds, seconds)
         else:
@@ -193,7 +192,7 @@ class DraftCosts:
         self._means: dict[int, dict[int, _DraftMean]] = {}
 
     def note(self, rows: int, longest: int, seconds: float) -> None:
-        """Drafts for so many requests, the longest of so many tokens, took so long."""
+        """Notes that drafts for ``rows`` requests, the longest of ``longest`` tokens, took ``seconds``."""
         means = self._means.setdefault(rows, {})
         if longest in means:
             means[longest].add(seconds)
@@ -201,8 +200,8 @@ class DraftCosts:
             means[longest] = _DraftMean(seconds)
 
     def of(self, rows: int, longest: int) -> float | None:
-        """What such drafts take, if nothing is known of their length what shorter and longer ones let expect; None: of no
-        length anything is known."""
+        """The expected time of such drafts, interpolated from shorter and longer ones if their length was not measured; None: no
+        length was measured."""
         known = sorted(
             (length, mean.seconds) for length, mean in self._means.get(rows, {}).items() if mean.count >= _TWICE
         )
@@ -211,7 +210,7 @@ class DraftCosts:
         at = bisect_left(known, (longest, 0.0))
         if at < len(known) and known[at][0] == longest:
             return known[at][1]
-        if at == 0:  # a draft takes something whatever its length
+        if at == 0:  # every draft has a fixed cost
             length, seconds = known[0]
             return seconds * (1 + longest / length) / 2
         length, seconds = known[at - 1]

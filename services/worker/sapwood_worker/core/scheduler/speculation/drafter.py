@@ -1,5 +1,5 @@
-"""What makes drafts. A draft changes no token, only how many a step brings: the model chooses as ever, and what it would not
-have chosen is thrown away."""
+"""The drafter interface. A draft changes no output token, only how many tokens a step yields: the model still chooses each
+token, and wrong draft tokens are thrown away."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Drafter(Protocol):
 
     Attributes:
         name: For people and metrics.
-        computes: Whether a draft takes time on the device. Then rows propose -1 for each token, which :meth:`fill` computes,
-            rates are learned of what is drafted alone, and nothing is drafted after a token that is not known yet.
-        caught_up: Tokens of requests' past that the last :meth:`fill` had to compute first.
-        late: The tokens of the last :meth:`fill`, if only the device knows them yet; None: its drafts hold them.
+        computes: Whether a draft takes time on the device. Then rows propose -1 for each token and :meth:`fill` computes it,
+            rates are learned from drafted tokens only, and nothing is drafted after an unknown token.
+        caught_up: How many earlier tokens of requests the last :meth:`fill` had to compute first.
+        late: The tokens of the last :meth:`fill`, if only the device knows them yet; None: the returned drafts hold them.
     """
 
     name: str
@@ -27,19 +27,19 @@ class Drafter(Protocol):
     late: LateTokens | None
 
     def begin(self, request: Request) -> RowDrafter:
-        """A request's own, for as long as the request lives."""
+        """Makes the drafter of one request, for as long as the request lives."""
         ...
 
     def behind(self, request: Request) -> int:
-        """How many of a request's known tokens it would have to compute before it drafts for it, at most."""
+        """The most known tokens of a request that the drafter would have to compute before it drafts."""
         ...
 
     def fill(self, decodes: Sequence[Request], drafts: list[list[int]]) -> list[list[int]]:
-        """The drafts, each as long as proposed at most, with tokens in place of -1.
+        """The drafts with tokens in place of -1. Each draft is at most as long as proposed.
 
         Args:
-            decodes: The requests, none of them with an unknown token where any is drafted for.
-            drafts: What of their proposals is wanted; for each of these tokens there are pages.
+            decodes: The requests. None of them has an unknown token if any of them has a draft.
+            drafts: The wanted part of their proposals; there are pages for each of these tokens.
         """
         ...
 
@@ -49,7 +49,7 @@ class Drafter(Protocol):
 
 
 class HostDrafter:
-    """The base of drafters that need no device: their rows propose the tokens themselves."""
+    """The base class of drafters that need no device: their rows propose the tokens themselves."""
 
     computes = False
     caught_up = 0

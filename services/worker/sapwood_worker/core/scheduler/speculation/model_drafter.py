@@ -1,12 +1,12 @@
-"""Drafts of a model: a smaller one says what the large one probably will.
+"""Drafts by a model: a small draft model guesses what the large one will generate.
 
-The draft model runs steps as the model does, but for itself: first what it has not computed yet of the requests (a token or
-two, or a prompt), then token after token. It draws with the request's own seed. A draw is a function of logits, seed and
-position; so at any temperature the draft model draws what the model will draw, as far as their logits agree. Penalties, bans
-and grammars are left out: what they forbid is found when the draft is checked.
+The draft model runs steps of its own: first the tokens of requests that it has not computed yet (one or two, or a prompt), then
+token after token. It samples with the request's own seed. A sample is a function of logits, seed and position; so at any
+temperature the draft model samples the model's tokens, as far as their logits agree. The draft model ignores penalties, bans and
+grammars: the check of the draft applies them.
 
-It follows its requests late: nothing is computed for one that nothing is drafted for. Its keys and values lie in the pages of the
-ledger, and share their fate: shared, retracted, resumed, evicted.
+The draft model computes nothing for a request until it drafts for it. Its keys and values lie under the page ids of the ledger,
+so they are shared, retracted, resumed and evicted with the model's pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sapwood_worker.records.step import LATE, Entry, IntArray, LateTokens, Launc
 logger = logging.getLogger(__name__)
 
 
-# Which pages hold a draft model's keys and values too.
+# Which pages also hold a draft model's keys and values.
 #
 # A draft model has a pool of its own with the same number of pages as the model's pool, under the same page ids. So a request's
 # row of the page table serves both, and both share prefixes. But the draft model computes only requests for which it drafts.
@@ -57,7 +57,8 @@ class DraftPages:
         return int(missing.argmax() if missing.any() else len(pages)) * self.page_size
 
     def fill(self, slot: int, start: int, end: int) -> None:
-        """Notes that the draft model has computed the tokens of a row up to ``end``, all from ``start`` on just now."""
+        """Notes that the draft model has now computed the tokens of a row from ``start`` to ``end``; earlier ones it had computed
+        before."""
         first, last = start // self.page_size, end // self.page_size
         if first == last:  # as for most drafts
             return
@@ -65,7 +66,8 @@ class DraftPages:
         self._filled[pages] = self._ledger.handle(pages).epochs
 
     def mark(self, slot: int, position: int) -> tuple[int, int]:
-        """The page of a position, and its epoch: equal later only if it is still the same. -1 beyond the row's end."""
+        """The page of a position, and the page's epoch. A later mark is equal only if the page still has the same content. -1
+        beyond the row's end."""
         if position // self.page_size >= self.table.length(slot):
             return -1, -1
         page = int(self.table.rows[slot, position // self.page_size])
@@ -76,7 +78,8 @@ class DraftPages:
         return self.table.length(slot) * self.page_size
 
     def rows(self, slots: IntArray, end: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-        """The pages of some rows, int32 [R, W], up to that of the token before ``end``; beyond a row's last undefined."""
+        """The pages of some rows, int32 [R, W], up to the page of the token before ``end``; entries beyond a row's last page are
+        undefined."""
         return self.table.rows[slots, : -(-end // self.page_size)]
 
 
@@ -101,20 +104,19 @@ class DraftModel:
 
 @runtime_checkable
 class ChainRunner(Protocol):
-    """A runner that may run decodes one after another without being asked for each."""
+    """A runner that may run several decodes after one call."""
 
     def launch_chain(self, first: Step, wanted: IntArray, reach: IntArray) -> LateTokens | None:
-        """Begins a step and decodes that follow each other, each of the tokens of the one before.
+        """Begins a step and then decodes in sequence; each decode takes the tokens of the one before.
 
         Args:
-            first: Samples a token of each of P requests; their pages reach to the last decode's.
-            wanted: int64 [P]: in how many decodes each is to be, at least one of them in one.
-            reach: int64 [P]: tokens that the requests' pages hold; the next draft may continue there if ``first`` names the
-                requests.
+            first: The step, which samples a token of each of P requests; their pages reach to the token of the last decode.
+            wanted: int64 [P]: in how many decodes each request takes part; at least one request takes part in one.
+            reach: int64 [P]: tokens that the requests' pages hold, which bounds how far the next draft may continue.
 
         Returns:
-            The tokens, (1 + most wanted) * P of them or more, those of the first step first; undefined for a request that has
-            ended. None: nothing was begun.
+            At least (1 + most wanted) * P tokens, those of the first step first; undefined for a request that has ended. None:
+            nothing was begun.
         """
         ...
 
@@ -123,7 +125,7 @@ class ModelRow:
     """Implements :class:`~sapwood_worker.core.scheduler.request.RowDrafter`.
 
     Attributes:
-        computed: Tokens that the draft model has computed, if ``mark`` is still the page of the last.
+        computed: Tokens that the draft model has computed, if ``mark`` is still the mark of the last token's page.
         filled: How many of these the pages are known to hold.
         mark: The mark of the page where ``computed`` ends; None: nothing is computed.
 
@@ -146,7 +148,9 @@ class ModelRow:
         right = 0
         while right < len(came) and came[right] == draft[right]:
             right += 1
-        self.computed += min(right, max(0, len(draft) - 1))  # the last one it has only said
+        self.computed += min(
+            right, max(0, len(draft) - 1)
+        )  # the draft model has guessed the last token, but not computed it
         return right, int(right < len(came))
 
     def propose(self, unknown: int, most: int) -> list[int]:
@@ -173,10 +177,10 @@ class _Part:
 class ModelDrafter:
     """Implements :class:`~sapwood_worker.core.scheduler.speculation.drafter.Drafter`.
 
-    A draft model that fails drafts nothing any more; the model continues without.
+    A draft model that fails drafts nothing any more; the model continues without drafts.
 
     Attributes:
-        chained: Steps that were run without being launched one by one.
+        chained: How many steps were run without being launched one by one.
 
     Args:
         model: The draft model.
@@ -244,7 +248,8 @@ class ModelDrafter:
         return _Part(index, request, row, max(start, self._model.first), wanted, [])
 
     def _catch_up(self, parts: Sequence[_Part]) -> list[int]:
-        """Computes what one step has no room for of the requests' known tokens; returns where each continues."""
+        """Computes the requests' known tokens that do not fit in one step; returns the position at which each request
+        continues."""
         most = self._model.max_step_tokens
         self.caught_up = sum(len(part.request.token_ids) - part.start for part in parts) - len(parts)
         starts = [part.start for part in parts]
@@ -270,10 +275,11 @@ class ModelDrafter:
         return late.seconds()
 
     def _guess(self, parts: list[_Part], starts: Sequence[int]) -> None:
-        """Guesses token after token, after all that are known from ``starts`` on; the next is launched while one is computed."""
+        """Computes the known tokens from ``starts`` on and guesses token after token; each step is launched while the one before
+        is computed."""
         ends = [len(part.request.token_ids) for part in parts]
         first = [(part, start, end - start) for part, start, end in zip(parts, starts, ends, strict=True)]
-        # The draft after this one may begin before the host asks for it, where it ends at the latest.
+        # The draft after this one may begin before the host asks for it, at the last position where this one can end.
         end = max(len(part.request.token_ids) + 2 * part.wanted + 2 for part in parts)
         step = self._step(first, samples=True, end=end)
         if self._chain(parts, step):
@@ -315,7 +321,7 @@ class ModelDrafter:
         return self._model.runner.launch(self._step(chunk, samples=samples))
 
     def _step(self, chunk: Sequence[tuple[_Part, int, int]], *, samples: bool, end: int = 0) -> Step:
-        """The step, with the pages up to that of the token before ``end``, if it reaches less far itself."""
+        """Makes a step, with the pages up to that of the token before ``end``, if the step itself ends earlier."""
         rows = np.array([part.request.slot for part, _, _ in chunk], np.int64)
         starts = np.array([start for _, start, _ in chunk], np.int64)
         counts = np.array([count for _, _, count in chunk], np.int64)

@@ -1,9 +1,9 @@
-"""Drafts without a model: text that is there already is likely to come again.
+"""Drafts without a model, because text often repeats earlier text.
 
-A guess is a place in a source: what the prefix cache has of an earlier request that began alike, or the request's own prompt and
-output where its last tokens have stood before. While the request's tokens go on as the source does the place moves along, which
-costs a comparison a token. Where they part, the source is looked through near by (a token may have been replaced, left out or
-added), then the cache, then the n-grams.
+A guess is a place in a source. The source is an earlier request in the prefix cache with the same beginning, or the request's
+own tokens where its last tokens have occurred before. While the request's tokens match the source the place moves along, which
+costs one comparison a token. At a mismatch the drafter searches near the place (a token may have been replaced, left out or
+added), then in the cache, then in the n-grams.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.speculation.drafter import HostDrafter
 
 _BACK, _AHEAD = 8, 24
-"""Tokens before and after the place where request and source have parted, among which the request's last two are looked for."""
+"""How many tokens before and after a mismatch are searched for the request's last two tokens."""
 _ASK_AGAIN = 16
-"""Tokens after which the cache is asked again: it knows whole pages, so that little changes from one to the next."""
+"""The cache is asked again after this many tokens: it has whole pages, so a few tokens rarely change its answer."""
 
 
 class NgramDrafter(HostDrafter):
     """Implements :class:`~sapwood_worker.core.scheduler.speculation.drafter.Drafter`.
 
     Args:
-        cached: What the prefix cache has after all that is known of a running request.
+        cached: Returns the tokens that the prefix cache has after a running request's known tokens.
     """
 
     name = "prefix"
@@ -44,7 +44,7 @@ class CopyingRow:
 
     Args:
         tokens: The request's tokens; the list grows.
-        cached: What the cache has after them.
+        cached: Returns the tokens that the cache has after them.
     """
 
     def __init__(self, tokens: array[int], cached: Callable[[], array[int]]) -> None:
@@ -86,7 +86,7 @@ class CopyingRow:
         ahead = source[at : at + wanted].tolist()
         if source is self._tokens:
             period = len(source) - at
-            while len(ahead) < wanted:  # it repeats itself, and may go on with that
+            while len(ahead) < wanted:  # it repeats itself, and may continue to do so
                 ahead.append(ahead[-period])
         return ahead[unknown:]
 
@@ -111,7 +111,7 @@ class CopyingRow:
         """Finds the request's last two tokens in the source around a place."""
         last = self._tokens[-2:]
         start = max(0, at - _BACK)
-        # What is found must have something after it; in the request itself that is not its own end.
+        # A place counts only if tokens follow it; in the request itself, the end does not count.
         end = min(len(source) - (source is self._tokens), at + _AHEAD) - 2
         for place in range(start, end):
             if source[place] == last[0] and source[place + 1] == last[1]:
@@ -120,22 +120,22 @@ class CopyingRow:
         return False
 
 
-# Where in a sequence its last tokens have stood before.
+# Finds where in a sequence its last tokens have occurred before.
 #
-# Source of the idea: prompt lookup decoding (Saxena, 2023). What is there when the index is made is sorted once, O(n
-# log n) in numpy; what comes later goes into a dictionary, O(1) a token. A lookup is a binary search, and compares what
-# stood before the latest few places. The place with the longest match is the likeliest: where the demo model edits a
+# Source of the idea: prompt lookup decoding (Saxena, 2023). Tokens that exist when the index is made are sorted once, O(n log n)
+# in numpy; later tokens go into a dictionary, O(1) a token. A lookup is a binary search, and compares the tokens before the
+# latest few places. The place with the longest match is the likeliest: where the demo model edits a
 # listing, a step of 8 drafted tokens brings 4.1 tokens with the longest match of two or more, and 3.7 with the latest
 # match of three (``benchmarks/draft_trees.py``).
 LENGTH = 2
 """Tokens that must be equal."""
 MOST_PLACES, _LONGEST = 8, 32
-"""The latest places that are compared, and the tokens before each that are."""
+"""How many of the latest places are compared, and how many tokens before each."""
 _SHIFT = 32
 
 
 class NgramIndex:
-    """Finds the earlier place of the last tokens, at least ``LENGTH``, that is most like the end of the sequence.
+    """Finds the earlier occurrence of the last tokens, at least ``LENGTH``, whose context is most like the end of the sequence.
 
     Args:
         tokens: Native uint32; may grow, and is read again then.
@@ -154,10 +154,9 @@ class NgramIndex:
         self._end = max(LENGTH, len(tokens))
 
     def find(self) -> int | None:
-        """Where the last tokens stood before: the index of the token that followed there; None: nowhere.
-
-        Of the latest places after the same last ``LENGTH`` tokens it takes the one with most equal tokens before it, and of these
-        the latest.
+        """The index of the token that followed an earlier occurrence of the last tokens; None: they did not occur. Among the
+        latest occurrences of the last ``LENGTH`` tokens it takes the one with most equal tokens before it, and among equals the
+        latest.
         """
         tokens, count = self._tokens, len(self._tokens)
         while self._end < count:

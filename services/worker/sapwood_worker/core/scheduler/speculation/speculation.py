@@ -1,10 +1,12 @@
 """How many tokens to draft for each request of a step.
 
-Verification is exact (``model/sampling/positions.py``), so all this decides is what a step costs and brings. Each request has a
-rate: how often its drafter's next token was right of late. It is learned by looking on, whether anything is drafted or not, so
-that a request whose text cannot be foreseen costs comparisons on the host and nothing on the device. A drafted token is used if
-all before it are right: the j-th is worth ``rate ** j`` tokens. Which of them a step takes says :class:`Planner`, by what
-steps cost; without one it takes what is likely.
+Verification is exact (``model/sampling/positions.py``), so this module only decides what a step costs and how many tokens it
+yields. Each request has a
+rate: how often its drafter's next token was right of late. The rate is learned by comparing guesses with the output, even if
+nothing is drafted. So a request with unpredictable text costs comparisons on the host and nothing on the device. A drafted token
+is used if
+all before it are right: the j-th is worth ``rate ** j`` tokens. :class:`Planner` chooses the tokens of a step by the cost of
+steps; without a planner a step takes the likely ones.
 """
 
 from __future__ import annotations
@@ -20,23 +22,21 @@ from sapwood_worker.core.scheduler.waiting import TenantFairness
 from sapwood_worker.records.step import LateTokens, ModelOutput
 
 # How many drafted tokens a step takes, so that drafting never loses more than a small share of the time.
-#
-# Each row has offered its draft with what each token is worth: the chance that it is used. A step takes the likeliest draft
+# Each row offers its draft with the worth of each token: the chance that it is used.
+# A step takes the likeliest draft
 # tokens of all rows; their number is the one with the most tokens a second by the measured times of steps. Times that are not
 # known are tried from the smallest draft up, as long as they would pay if one more rung of the ladder cost nothing.
-#
-# What all that may lose is bounded by two accounts, in durations of steps without drafts. Each gets a share of the time
-# that passes and what drafts have gained, up to a bound. It pays for drafts that brought less than their time was
-# worth, for the slow step after them, and for looking in vain. Nothing is looked for, tried or drafted that the
-# accounts cannot pay. The first account books what drafts promised, times the share of promises that is kept: a run of
-# luck neither pays nor costs, so this account can be small. The second books what was right, and bounds the loss
-# whatever happens.
+# Two accounts bound the loss, in durations of steps without drafts. Each gets a share of the time that passes and the time that
+# drafts have gained, up to a bound. It pays for drafts that gained less than they cost, for the slow step after them, and for
+# searches without result. Drafts that the accounts cannot pay for are not searched, tried or made. The first account books the
+# expected gain of drafts, times the share of expectations that come true: a run of luck neither pays nor costs, so this account
+# can be small. The second books accepted tokens, and bounds the loss whatever happens.
 
 
 SHARE = 0.005
 """The share of the time that drafts may lose."""
 _FIRST, _MOST, _LEAST = 6.0, 12.0, 1.0
-"""The first account: what is on it at the start, the most that may be on it, and the least that a look or a trial needs."""
+"""The first account: its initial balance, its largest balance, and the least balance for a search or a trial."""
 _FIRST_REAL, _MOST_REAL, _LEAST_REAL = 10.0, 12.0, 3.0
 """The same for the second account."""
 _CLEARLY = 1.03
@@ -44,25 +44,25 @@ _CLEARLY = 1.03
 _HOPE, _SPARE = 0.1, 0.75
 """How much better drafts may be than their measured rate, and the part of the first account that may be spent to find out."""
 _FORGET, _TRUST = 0.98, 8.0
-"""What a step leaves of the memory of promises, and the kept promises, in tokens, that it begins with."""
+"""The factor by which each step fades the memory of expected gains, and the fulfilled ones, in tokens, that it starts with."""
 _FORGIVE = 0.0005
-"""How much a step without drafts restores trust in promises."""
+"""How much a step without drafts restores trust in expected gains."""
 _OUTLIER = 2.0
 """A duration above this multiple of the usual one is a disturbance of the machine, not the cost of the draft."""
 _MUCH = 64
-"""Tokens of requests' past that a drafter may compute in a step whose time counts."""
+"""The most earlier tokens of requests that a drafter may compute in a step whose time counts."""
 _CATCH_UP = 1 / 64
-"""A guess of what it costs to compute a token of the past, in plain steps."""
+"""A first guess of the cost of computing an earlier token, in plain steps."""
 _DEPTHS = (1, 2, 3, 4, 5, 7, 10, 15, 22, 31)
-"""Tokens of the longest draft that are compared, where each takes time."""
+"""The draft lengths that are compared, if each draft token takes time."""
 _LOOK = 0.25
-"""Plain steps that a look takes at most: requests that nobody looked at for long, and new ones, take a while."""
+"""The longest time of a search for drafts, in plain steps: new requests, and those not searched for long, take a while."""
 _DRAFTED_STEPS, _PLAIN_STEPS = 512, 3
 """After a number of steps with drafts in a row, some steps without drafts are measured again."""
 
 
 class Planner:
-    """Plans and keeps the account. Pure: it sees no clock, no request and no token.
+    """Plans drafts and keeps the accounts. It is pure: it sees no clock, no request and no token.
 
     Args:
         most_positions: Most sampled positions of a step.
@@ -71,8 +71,8 @@ class Planner:
 
     Attributes:
         costs: What steps cost.
-        credit: What is on the first account, in steps without drafts.
-        real: What is on the second.
+        credit: The balance of the first account, in steps without drafts.
+        real: The balance of the second account.
     """
 
     def __init__(self, most_positions: int, longest: int, costs: StepCosts | None = None) -> None:
@@ -109,12 +109,12 @@ class Planner:
         return any(pays)
 
     def choose(self, rows: int, offers: Sequence[tuple[float, int]], *, computes: bool) -> tuple[int, float, int]:
-        """What to take; :meth:`looks` must have said yes.
+        """Which tokens to take; :meth:`looks` must have returned true.
 
         Args:
             rows: Requests.
-            offers: The chance of each token that is offered, and its place in its draft from 1 on, the highest chance first; at
-                least one.
+            offers: For each offered token its chance, and its place in its draft from 1 on; the highest chance first. At least
+                one.
             computes: Whether the drafter takes time for each place.
 
         Returns:
@@ -140,8 +140,8 @@ class Planner:
     def _best(
         self, rows: int, plain: float, curve: Sequence[tuple[int, float, bool]], chances: Sequence[float], extra: float
     ) -> tuple[int, float, float]:
-        """How many of these tokens to take if drafting takes ``extra`` seconds, the last one's chance, and the tokens a second
-        that it promises."""
+        """How many of these tokens to take if drafting takes ``extra`` seconds, the last one's chance, and the expected tokens a
+        second."""
         kept = self._kept / self._made
         best, taken, brought, at = _CLEARLY * rows / plain, 0, float(rows), 0
         tried: list[tuple[float, int]] = []
@@ -157,7 +157,7 @@ class Planner:
             if end == len(chances):
                 break
         hope = max((rate for rate, _ in tried), default=0.0)
-        if hope > best * _CLEARLY:  # from the smallest draft up: what it costs may tell that a longer one cannot pay
+        if hope > best * _CLEARLY:  # from the smallest draft up: its cost may show that a longer one cannot pay
             best, taken = hope, tried[0][1]
         return taken, chances[taken - 1] if taken else 0.0, best
 
@@ -168,7 +168,7 @@ class Planner:
             rows: The requests.
             longest: Tokens of the longest draft.
             seconds: How long it took.
-            caught_up: Tokens of requests' past that were computed before the drafts.
+            caught_up: How many earlier tokens of requests were computed before the drafts.
         """
         self._filling = self._usual_filling = seconds
         usual, plain = self._drafts.of(rows, longest), self.costs.plain(rows)
@@ -182,7 +182,7 @@ class Planner:
 
     @property
     def hope(self) -> float:
-        """How much better than their rates say drafts are taken to be: what the accounts can spare is spent on finding out."""
+        """How much better than their rates drafts are taken to be: a spare balance is spent on trying them."""
         return _HOPE if self.credit > _SPARE * _MOST and self.real > _LEAST_REAL else 0.0
 
     def affords(self, tokens: int) -> bool:
@@ -200,7 +200,7 @@ class Planner:
         return _LOOK * plain
 
     def looked(self, rows: int, seconds: float) -> None:
-        """It took so long to find that nothing is to be drafted."""
+        """Notes that a search for drafts took ``seconds`` and found none."""
         plain = self.costs.plain(rows)
         if plain is not None:
             self._book(-seconds / plain, -seconds / plain)
@@ -211,8 +211,8 @@ class Planner:
         Args:
             rows: Its requests.
             positions: The positions that it sampled.
-            accepted: Drafted tokens of it that were right.
-            seconds: From the end of the step before to its own.
+            accepted: How many of its draft tokens were accepted.
+            seconds: From the end of the step before to the end of this step.
         """
         plain, drafting = self.costs.plain(rows), positions > rows
         if drafting:
@@ -245,15 +245,15 @@ graphs and memory exist for that number."""
 MOST_DRAFTED = 31
 """Tokens of a draft: with the token before them they fill a decode graph of 32 rows."""
 _LEAST_RATE, _LEAST_WORTH = 0.3, 0.2
-"""Where the cost of steps does not matter: the rate below which nothing is drafted, and the least worth of a drafted token."""
+"""If the cost of steps is not measured: the rate below which nothing is drafted, and the least worth of a drafted token."""
 _NO_RATE, _NO_WORTH = 0.02, 0.02
-"""The same where it matters: below these no step could pay."""
+"""The same if the cost is measured: below these no step could pay."""
 _HOPELESS, _SELDOM = 0.05, 8
 """Acceptance rate below which a draft is looked for only once in several tokens, to save the host's time."""
 _HOPED = 0.95
-"""Rates from which on there is nothing to hope for."""
+"""Above this rate, drafts are not assumed to be better than their rate."""
 _TRIED = 3
-"""Tokens of a draft that is made to see whether drafts are right."""
+"""The length of a trial draft, made to see whether drafts are right."""
 
 
 class Speculation:
@@ -262,13 +262,13 @@ class Speculation:
     Args:
         drafter: Makes them.
         most_positions: Most sampled positions of a step.
-        costs: What steps cost; None: whatever is likely enough is drafted.
+        costs: What steps cost; None: every likely enough token is drafted.
         room: Gives a request pages for a number of tokens after its next one; returns for how many it has pages.
-        clock: Seconds; what it takes to look for drafts is measured.
+        clock: Seconds; it measures the search for drafts.
 
     Attributes:
-        waits: Whether the last plan would have drafted, but for tokens that are not known yet.
-        late: The tokens of the last plan's drafts, which stand for them, if only the device knows them; None: they are in them.
+        waits: Whether the last plan would have drafted if all tokens had been known.
+        late: The tokens of the last plan's drafts, if only the device knows them; None: the drafts hold them.
         drafter_name: The drafter's name.
         drafts: Drafts that were checked.
         drafted_tokens: Tokens of these.
@@ -301,7 +301,7 @@ class Speculation:
         self.accepted_tokens = 0
 
     def plan(self, decodes: Sequence[Request]) -> list[list[int]]:
-        """The draft of each of these requests, which decode; empty if none has any. O(requests), and O(tokens drafted)."""
+        """The draft of each of these decoding requests; empty if no request has one. O(requests + drafted tokens)."""
         self.waits, self.late = False, None
         planner, rows = self._planner, len(decodes)
         if rows == 0 or self._most_positions <= rows or not (planner is None or planner.looks(rows)):
@@ -326,7 +326,9 @@ class Speculation:
         until = 0.0 if bounded is None else self._clock() + bounded.patience(rows)
         first = self._turn % rows
         for place in (*range(first, rows), *range(first)):
-            if bounded is not None and place != first and self._clock() > until:  # who is left comes first next time
+            if (
+                bounded is not None and place != first and self._clock() > until
+            ):  # the remaining requests come first next time
                 self._turn = place
                 break
             request = decodes[place]
@@ -355,7 +357,7 @@ class Speculation:
     def _choose(
         self, decodes: Sequence[Request], drafts: Sequence[list[int]], rates: Sequence[float]
     ) -> tuple[int, float, int]:
-        """How many tokens of these drafts to take, how much the last of them is worth, and the most of a draft."""
+        """How many tokens of these drafts to take, the worth of the last one, and the most tokens of a draft."""
         offers: list[tuple[float, int]] = []
         for request, draft, rate in zip(decodes, drafts, rates, strict=True):
             worth = rate**request.unknown
@@ -369,11 +371,11 @@ class Speculation:
         return count, offers[count - 1][0], MOST_DRAFTED
 
     def took(self, step: StepInFlight, output: ModelOutput, now: float, fairness: TenantFairness) -> None:
-        """Notes how far each draft of a step was right, so much more than a token is computed of its request, and what it cost.
+        """Notes how many tokens of each draft in a step were right, counts them as computed, and notes the step's cost.
 
         Args:
             step: The step.
-            output: What came of it.
+            output: The step's results.
             now: Seconds on the scheduler's clock.
             fairness: Counts the tokens that came of drafts.
         """
@@ -415,7 +417,8 @@ class Speculation:
             self._trials.drafted(request.drafts, accepted, wrong=accepted < drafted)
 
     def _try(self, request: Request, decodes: Sequence[Request]) -> list[list[int]]:
-        """A short draft for one request, whatever its rate: nobody would know if drafts were right again."""
+        """Makes a short trial draft for one request, whatever its rate, because otherwise nothing would show that its drafts are
+        right again."""
         if any(each.unknown for each in decodes):
             self.waits = True
             return []
@@ -460,7 +463,8 @@ class Speculation:
         return float(rate ** (request.unknown + 1) * (1 - rate ** len(draft)) / (1 - rate))
 
     def _draft(self, request: Request, most: int, least: float, worthless: float) -> tuple[list[int], float]:
-        """What a request may draft, and its rate: nothing below a rate of ``least``, no token worth less than ``worthless``."""
+        """The draft of a request, and its rate. Below a rate of ``least`` nothing is drafted; no token is worth less than
+        ``worthless``."""
         if not request.sampling.speculate or request.sampling.logit_processors:  # these see one position at a time
             return [], 0.0
         drafts = request.drafts
@@ -483,7 +487,7 @@ class Speculation:
         return draft if computes else self._usable(request, draft), rate
 
     def _usable(self, request: Request, draft: list[int]) -> list[int]:
-        """A draft up to what ends the request, after which nothing follows, or what its grammar forbids."""
+        """The draft, cut after a token that ends the request and before one that its grammar forbids."""
         for count, token in enumerate(draft):
             if token in request.stops:
                 draft = draft[:count]
@@ -510,23 +514,23 @@ class Speculation:
         return drafts if left < count else []
 
 
-# When a drafter that takes time is tried though its drafts were wrong: what it would have said is known only if it is
+# When a draft model is tried though its drafts were wrong: what it would have drafted is known only if it is
 # asked.
 _FIRST_RATE = 0.7
 _WEIGHT, _SURE = 0.05, 3
-"""How much one draft changes the rate, and as how many of them the first rate counts."""
+"""How much one draft changes the rate, and how many drafts the first rate counts as."""
 _HOPE_AGAIN = 0.15
-"""Rate below which trials of a request become rarer."""
+"""Below this rate, trials of a request become rarer."""
 _SOON, _LATE = 32, 2048
-"""Steps without drafts, and tokens of a request, after which one is tried: at first, and at the latest; each in vain doubles the
-steps, and the tokens where there is little hope."""
+"""After how many steps without drafts, or tokens of a request, a trial is made: at first, and at most. Each failed trial doubles
+the steps, and also the tokens if the rate is low."""
 
 
 class Trials:
-    """Counts steps. Constructed, it trusts the drafter.
+    """Counts steps and decides when to try. A new object trusts the drafter.
 
     Attributes:
-        rate: How often any request's drafted token was right of late: what a new request begins with.
+        rate: How often the draft tokens of all requests were right lately; a new request begins with this rate.
     """
 
     def __init__(self) -> None:
@@ -537,12 +541,12 @@ class Trials:
         self._steps = 0
 
     def due(self) -> bool:
-        """Whether a step that may draft is one to try; called for each such step."""
+        """Whether this step should make a trial; called for each step that may draft."""
         self._steps += 1
         return self._steps > self._patience
 
     def choose(self, requests: Sequence[Request]) -> Request | None:
-        """The request to try: those in turn that were not tried in vain a short while ago. O(requests)."""
+        """The request to try. Requests take turns; those whose trial failed recently are left out. O(requests)."""
         count = len(requests)
         for each in (requests[(self._turn + place) % count] for place in range(count)):
             if each.drafts is None or len(each.token_ids) >= each.drafts.tried_again:
@@ -550,7 +554,7 @@ class Trials:
         return None
 
     def began(self, request: Request) -> None:
-        """A request is tried; it is in vain unless :meth:`drafted` says otherwise."""
+        """Notes a trial of a request; it counts as failed unless :meth:`drafted` reports otherwise."""
         self._turn += 1
         self._steps = 0
         self._patience = min(2 * self._patience, _LATE)
@@ -560,7 +564,7 @@ class Trials:
             drafts.tried_again = len(request.token_ids) + drafts.patience
 
     def drafted(self, drafts: RequestDrafts, right: int, *, wrong: bool) -> None:
-        """A request's draft was checked: how many tokens were right before one, if any, was not."""
+        """Notes a checked draft of a request: how many tokens were right before the first wrong one, if any."""
         self._steps = 0
         self.rate = learned(self.rate, right, int(wrong), max(_WEIGHT, 1 / (_SURE + 1 + self._known)))
         self._known += right + wrong

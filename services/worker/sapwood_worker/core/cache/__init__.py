@@ -1,1 +1,2 @@
-"""Which page holds what, in integers: tree, ledger, tiers. No torch, no protobuf; the memory is ``model.pools``."""
+"""Which page holds which tokens, in integers: radix tree, page ledger, tiers. No torch, no protobuf; the memory is
+``model.pools``."""

@@ -1,9 +1,9 @@
 """Which cached prefix is evicted first when room is needed.
 
-A policy ranks a node of the radix tree; the lowest rank is evicted first. Each rank only ever grows while its node lives: that
-lets :class:`EvictionQueue` hold one entry a node and look at a node's new rank only when its entry comes up.
+A policy ranks a node of the radix tree; the lowest rank is evicted first. A node's rank never falls. So :class:`EvictionQueue`
+holds one entry for each node, and reads the node's new rank only when its entry reaches the top.
 
-Complexity: offer and pop take O(log candidates); a pop looks once more at each node whose rank grew since it was offered.
+Complexity: offer and pop take O(log candidates); a pop queues each node again whose rank grew since it was offered.
 Bound: one entry for each node.
 """
 
@@ -18,7 +18,7 @@ Rank = tuple[int, int]
 
 
 class Candidate(Protocol):
-    """What a policy may judge a node by.
+    """The facts by which a policy may rank a node.
 
     Attributes:
         created: When it was cached, by the tree's tick.
@@ -49,7 +49,7 @@ def first_in_first_out(node: Candidate) -> Rank:
 
 
 def segmented_lru(node: Candidate) -> Rank:
-    """SLRU (Karedla, Love and Wherry, 1994): nodes matched at least twice outlive a flood of nodes that never were."""
+    """SLRU (Karedla, Love and Wherry, 1994): nodes matched at least twice outlive a flood of nodes that were never matched."""
     return int(node.hits > 1), node.used
 
 
@@ -68,7 +68,7 @@ class EvictionQueue(Generic[NodeT]):
 
     Args:
         rank: The policy.
-        evictable: Whether a node can be evicted now; one that cannot be any more is dropped when its entry comes up.
+        evictable: Whether a node can be evicted now; a node that no longer can is dropped when its entry reaches the top.
     """
 
     def __init__(self, rank: Callable[[NodeT], Rank], evictable: Callable[[NodeT], bool]) -> None:
@@ -81,7 +81,7 @@ class EvictionQueue(Generic[NodeT]):
         return len(self._heap)
 
     def offer(self, node: NodeT) -> None:
-        """Takes in a node that has become evictable; nothing happens if it is in already."""
+        """Adds a node that has become evictable; does nothing if the queue has it already."""
         if not node.queued:
             node.queued = True
             self._push(node)

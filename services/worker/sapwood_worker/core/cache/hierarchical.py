@@ -1,16 +1,16 @@
 """The tiers below the device's pages: decides which pages are copied where, and when.
 
 The radix tree is the first tier. The tree reports to this module which pages enter and leave it; this module keeps the key of
-each page. A page goes to the second tier (host memory) when it is cached (``write_through``), when it was asked for a second time
-(``write_through_selective``) or when it is evicted (``write_back``). When a request starts, the pages of its prompt that the
-second tier has and the tree has not are copied back before the step computes.
+each page. A page is copied to the second tier (host memory) when it is cached (``write_through``), when it is used a second time
+(``write_through_selective``) or when it is evicted (``write_back``). When a request starts, pages of its prompt that only the
+second tier has are copied back before the step computes.
 
-The copies go out with the step (:class:`Copies`), and the runner carries them out. A copy to the host may end steps later; a
-copy back is in place for the step that it goes with. Three rules keep tokens right:
+The copies go out with the step (:class:`Copies`), and the runner carries them out. A copy to the host may end several steps
+later; a copy back ends before its step computes. Three rules keep outputs right:
 
-- A page is found in the second tier only when its store is reported done, and only under its exact key.
+- A page is found in the second tier only after its copy there is reported done, and only under its exact key.
 - A device page that leaves the tree while it is being stored raises the *fence*: the step that may overwrite it waits.
-- Pages that a load reads are pinned from the match to the end of its step.
+- Host pages that a load reads are pinned from the match to the end of the load's step.
 
 Complexity: O(pages of the request) when a row opens or its pages are cached, O(1) for each page evicted.
 """
@@ -44,7 +44,7 @@ _SELECTIVE_HITS = 2
 
 @dataclass(slots=True)
 class _Row:
-    """What is known of a running request: its keys so far and the host pages that are kept for it or being loaded."""
+    """The state of a running request: its keys so far, and the host pages that are kept for it or being loaded."""
 
     chain: PageChain
     found: list[HostPage]
@@ -59,15 +59,15 @@ class HierarchicalCache:
         page_size: Tokens in a page.
         policy: When pages are copied to the second tier.
         storage: The third tier; None: there cannot be one.
-        leases: Keeps pages for other workers; None: this one hands nothing off.
-        reads: Brings pages from other workers; None: this one takes nothing over.
+        leases: Keeps pages for other workers; None: this worker offers no KV transfers.
+        reads: Reads pages from other workers; None: this worker reads none.
 
     Attributes:
         host: The second tier.
         storage: The third tier.
         leases, reads: The arguments; may be set later, when the worker's role changes.
         counters: What has happened so far.
-        room: Gives device pages that are to be filled from elsewhere.
+        room: Gives device pages that a KV transfer will fill.
         steps: Returns how many steps were launched, and how many of them have ended.
     """
 
@@ -92,7 +92,7 @@ class HierarchicalCache:
         self._page_size = page_size
         self._policy: WritePolicy = policy
         self._threshold = {"write_through": 1, "write_through_selective": _SELECTIVE_HITS}.get(policy)
-        # What each page of the tree holds, and how often it was wanted; undefined for other pages.
+        # For each page of the tree, its content and how often it was used; undefined for other pages.
         self._names: list[PageName | None] = [None] * num_device_pages
         self._wanted = np.zeros(num_device_pages, np.int32)
         self._rows: dict[int, _Row] = {}
@@ -107,7 +107,8 @@ class HierarchicalCache:
 
     @property
     def busy(self) -> bool:
-        """Whether copies wait to be taken, or stores, the third tier's calls or other workers' pages to be reported."""
+        """Whether copies wait to be taken, or the ends of stores, third-tier calls or reads from other workers wait to be
+        reported."""
         passing = (self.reads is not None and self.reads.busy) or (self.leases is not None and self.leases.offering)
         return self._copying or passing or (self.storage is not None and self.storage.busy)
 
@@ -125,13 +126,14 @@ class HierarchicalCache:
     def queued(
         self, serial: int, token_ids: array[int], namespace: bytes, cached: int, ticket: HandoffTicket | None = None
     ) -> bool:
-        """Looks in the third tier, or where its ticket says, for what the first two lack of a request that has been let in.
+        """For an accepted request, looks up pages that the first two tiers lack: in the third tier, or at the worker named in its
+        ticket.
 
         Args:
             serial: The request.
             token_ids: All of its tokens that may come from the cache.
             namespace: Within which to look.
-            cached: Pages of it that the first tier has.
+            cached: How many of the pages the first tier has.
             ticket: The ticket for the request's pages that another worker keeps.
 
         Returns:
@@ -152,13 +154,13 @@ class HierarchicalCache:
         return storage is not None and storage.prefetch(serial, chain.pages[cached + len(found) :])
 
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes, cached: int) -> None:
-        """Has pages read that another worker keeps for a request which is likely to come.
+        """Begins to read pages that another worker keeps for a request that will probably arrive.
 
         Args:
             ticket: For some of its prompt's pages.
             prompt: Its tokens; empty if an earlier call for the same transfer had them.
             namespace: Within which to look.
-            cached: Pages of it that the first tier has.
+            cached: How many of the pages the first tier has.
         """
         if self.reads is not None:
             chain = PageChain(namespace, self._page_size)
@@ -167,7 +169,7 @@ class HierarchicalCache:
             self.reads.announced(ticket, chain.pages, cached, found)
 
     def settle(self, serial: int) -> None:
-        """Frees what was kept for a request that has started (its :meth:`load` was the last) or ended before."""
+        """Releases the pages that were kept for a request that has started (after its last :meth:`load`) or ended."""
         fetched = None if self.reads is None else self.reads.settle(serial)
         if fetched is None and self.storage is not None:
             fetched = self.storage.arrivals.settle(serial)
@@ -176,7 +178,7 @@ class HierarchicalCache:
         self._given = 0
 
     def poll(self) -> list[int]:
-        """Takes what the third tier and other workers have done; returns the requests that need not wait for them any longer.
+        """Collects finished work of the third tier and other workers; returns the requests that no longer wait for it.
         Never blocks."""
         released = [] if self.storage is None else self.storage.poll()
         return released if self.reads is None else released + self.reads.poll()
@@ -213,7 +215,7 @@ class HierarchicalCache:
         return self._stores.epoch_of(page)
 
     def is_storing(self, page: int) -> bool:
-        """Whether what a page of the device holds, or held, is being copied."""
+        """Whether the present or former content of a device page is being copied."""
         return self._stores.is_storing(page)
 
     def kept(self, slot: int) -> int:
@@ -246,8 +248,9 @@ class HierarchicalCache:
         self._wanted[new] = 1
 
     def computes(self, slot: int, serial: int, prompt: array[int], first: int, pages: PageIds) -> None:
-        """Has pages that the coming step completes, of a prompt that is handed off, go to the second tier layer by layer while
-        the step computes them, so that others can read them. Room for them is found when the step has been launched.
+        """For a prompt that is transferred, copies the pages that the coming step completes to the second tier, layer by layer
+        while the step computes, so that other workers can read them. Host pages for them are reserved after the launch of the
+        step.
 
         Args:
             slot, serial, prompt: The prompt's row, its request, all of its tokens.
@@ -259,7 +262,7 @@ class HierarchicalCache:
         self._during.add(ChunkPages(serial, self._rows[slot].chain, prompt, first, pages))
 
     def computed(self, during: LatePages) -> None:
-        """A step is over: the device's pages that it filled can be read."""
+        """Notes that a step is over: the device pages that it filled can be read."""
         if (batch := self._stores.during(during)) is not None:
             for entry in batch.host:
                 entry.computed = True
@@ -277,12 +280,12 @@ class HierarchicalCache:
         self._fence = self._fence or self._stores.is_storing_any(pages)
 
     def clear_host(self) -> None:
-        """Forgets what the second tier has, and what is on its way there from the device."""
+        """Forgets all pages of the second tier, and those being copied there from the device."""
         self._lose(self._stores.forget())
         self.host.clear()
 
     def take(self) -> Copies | None:
-        """What the coming step has to copy; None if there is nothing to copy and no store to wait for."""
+        """The copies of the coming step; None if there is nothing to copy and no store to wait for."""
         if not self._copying:
             return None
         if self._adopted.pages:
@@ -313,7 +316,7 @@ class HierarchicalCache:
             self._lose(failed)
 
     def failed(self, during: LatePages) -> None:
-        """What was copied while a step ran is good for nothing."""
+        """Drops the pages that were copied while a failed step ran."""
         if (batch := self._stores.during(during)) is not None:
             batch.unwanted = True
 
@@ -343,7 +346,7 @@ class HierarchicalCache:
         return known
 
     def _store(self, pages: PageIds) -> None:
-        """Has those of ``pages``, which are the tree's, copied that the second tier lacks and that no window has lost."""
+        """Queues copies of those of the tree's ``pages`` that the second tier lacks and whose window pages all exist."""
         for window in self._windows:
             pages = pages[window.beside(pages) >= 0]
         place = {self._name(page).key: page for page in pages.tolist() if page not in self._adopted.pages}
@@ -358,7 +361,7 @@ class HierarchicalCache:
 
 
 def _load_copy(loads: Sequence[tuple[PageIds, list[HostPage]]]) -> PageCopy | None:
-    """One copy of all that is to be loaded: device pages, int32 [1 + windows, n], and the entries that they are filled from."""
+    """Makes one copy of all loads: device pages, int32 [1 + windows, n], and the host entries that fill them."""
     if not loads:
         return None
     device, *windows = np.concatenate([pages for pages, _ in loads], 1)
@@ -366,9 +369,9 @@ def _load_copy(loads: Sequence[tuple[PageIds, list[HostPage]]]) -> PageCopy | No
     return PageCopy(NOT_REPORTED, device, host, tuple(windows))
 
 
-# Pulled pages that are cached on the device and not stored yet: some with each step, and none with the one that begins
-# their request. To launch all of their copies at once would keep its first token waiting, and those that others wait
-# for.
+# Pages read from other workers that are cached on the device and not stored in host memory yet. Each step stores some, except
+# the step # that begins their request. To launch all of their copies at once would delay its first token, and those that others
+# wait for.
 _A_STEP = 64
 
 
@@ -376,7 +379,7 @@ class AdoptedPages:
     """The pages.
 
     Attributes:
-        pages: By page whether it came after the last step was planned; in their order.
+        pages: For each page, in order, whether it came after the last step was planned.
     """
 
     def __init__(self) -> None:
@@ -392,17 +395,16 @@ class AdoptedPages:
             self.pages.pop(page, None)
 
     def take(self) -> PageIds:
-        """Removes and returns what is to be stored with the coming step."""
+        """Removes and returns the pages to store with the coming step."""
         due = np.array([page for page, new in self.pages.items() if not new][:_A_STEP], np.int32)
         self.pages = dict.fromkeys(self.pages, False)
         self.forget(due)
         return due
 
 
-# Pages that a step fills of prompts that are handed off. They go to the second tier while the step computes, layer by
-# layer, and other workers read them there.
-#
-# To name the pages and to find room for them takes milliseconds. It is done when the step has been launched, so that
+# Pages of transferred prompts that a step fills. They are copied to the second tier while the step computes, layer by # layer,
+# and other workers read them there.
+# To hash the pages and to reserve host pages takes milliseconds. It is done after the launch of the step, so that
 # the device does not wait for it.
 class ChunkPages(NamedTuple):
     """Pages of one prompt.
@@ -412,7 +414,7 @@ class ChunkPages(NamedTuple):
         chain: The names of its pages so far.
         prompt: All of its tokens.
         first: The first of these pages.
-        pages: int32 [1 + windows, n]: all of them on the device.
+        pages: int32 [1 + windows, n]: the device pages.
     """
 
     serial: int
@@ -431,7 +433,7 @@ class FilledPages:
         leases: Offers the pages to other workers.
 
     Attributes:
-        chosen: The copy of all pages that found room; None: of none, or none yet.
+        chosen: The copy of all pages that found room; None: no page found room, or not decided yet.
     """
 
     def __init__(self, host: HostPages, stores: HostStores, leases: TransferLeases) -> None:

@@ -1,4 +1,5 @@
-"""The second tier: which page of the host's memory holds what, what is being written there, and what is being read into it."""
+"""The second tier: which host page holds which tokens, which pages are being written from the device, and which are being read
+from elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from sapwood_worker.core.cache.pages import CACHE, TRANSFER, PageAllocator
 from sapwood_worker.records.kv_events import BlockRemoved
 from sapwood_worker.records.step import LatePages, PageCopy, PageIds
 
-# Which host page holds what: the ledger and the index of the second tier. Integers only; the memory is
+# Which host page holds which tokens: the ledger and the index of the second tier. Integers only; the memory is
 # ``host_pool.py``.
 #
 # Algorithm: a dictionary from page hash to entry, and the same page ledger as the device's. An entry is *written* first
@@ -35,11 +36,11 @@ class HostPage:
         name: What it holds.
         page: Its page id.
         ready: Whether its content is in place; until then it is being written.
-        coming: Whether it is filled for others to read with what a step computes, or has computed.
-        computed: Whether that has been computed: the device's page has the content.
-        device: The device's page that it is a copy of, and that page's epoch; None: none.
+        coming: Whether a step fills it, or has filled it, for other workers to read.
+        computed: Whether that step is over: the device page has the content.
+        device: The device page of which it is a copy, and that page's epoch; None: it is no copy.
         pins: How many users rely on its content; above 0 it is not evicted.
-        doomed: Whether it is dropped as soon as it is not pinned, and not found meanwhile.
+        doomed: Whether it is dropped as soon as it is not pinned; until then lookups do not find it.
         created: When it was added, by the index's tick.
         used: When it was last found or added, by the index's tick.
         hits: How often it was found.
@@ -89,7 +90,7 @@ class HostPages:
         return self._allocator.num_free
 
     def announce(self, events: KvEventLog) -> None:
-        """Has ``events`` record what enters and leaves; called while there are no entries."""
+        """Records added and removed pages in ``events``; called while there are no entries."""
         self._events = events
 
     def has(self, key: PageKey) -> bool:
@@ -97,8 +98,8 @@ class HostPages:
         return key.hash in self._entries
 
     def epoch_of(self, page: int) -> int:
-        """How often a page has been allocated: it goes up before anything is written there for another. May be called from any
-        thread."""
+        """How often a page has been allocated. The number rises before the page is written for a new owner. May be called from
+        any thread."""
         return self._allocator.epoch_of(page)
 
     def find(self, key: PageKey) -> HostPage | None:
@@ -118,7 +119,7 @@ class HostPages:
         return found
 
     def expected(self, keys: Iterable[PageKey]) -> list[HostPage]:
-        """As :meth:`match`, with the entries that are coming."""
+        """Does what :meth:`match` does, and includes entries that are coming."""
         found: list[HostPage] = []
         for key in keys:
             entry = self._entries.get(key.hash)
@@ -135,7 +136,7 @@ class HostPages:
             entry.hits += 1
 
     def reserve(self, wanted: Sequence[PageName]) -> list[HostPage]:
-        """Entries to be written, their pages taken from the free ones or by eviction.
+        """Makes entries to be written; their pages are free ones, or come from eviction.
 
         Args:
             wanted: What they are to hold.
@@ -143,7 +144,7 @@ class HostPages:
         Returns:
             One entry for each page that was not here yet, in order; only for the first ones if there is not room for all.
         """
-        # Keyed by the hash: the first of two pages that collide is taken.
+        # Keyed by the hash: of two pages that collide, the first one is kept.
         new = {name.key.hash: name for name in reversed(wanted) if name.key.hash not in self._entries}
         self._evict(len(new) - self._allocator.num_free)
         count = min(len(new), self._allocator.num_free)
@@ -158,7 +159,7 @@ class HostPages:
         return reserved
 
     def written(self, entries: Sequence[HostPage]) -> None:
-        """Makes reserved entries ready, whose content is in place: from now on they are found."""
+        """Makes reserved entries ready after their content is in place: from now on lookups find them."""
         self._allocator.move([entry.page for entry in entries], TRANSFER, CACHE)
         self.num_ready += len(entries)
         for entry in entries:
@@ -169,7 +170,7 @@ class HostPages:
             self._events.stored((entry.name for entry in entries), "CPU_TIER1")
 
     def abandon(self, entries: Sequence[HostPage]) -> None:
-        """Frees reserved entries whose content did not come; nobody writes to their pages any more."""
+        """Frees reserved entries whose content did not arrive; no read writes to their pages any more."""
         self._allocator.free([entry.page for entry in entries], TRANSFER)
         for entry in entries:
             assert not entry.ready
@@ -191,7 +192,8 @@ class HostPages:
             self._offer(entry)
 
     def clear(self) -> None:
-        """Drops every ready entry, at once or as soon as neither it nor its continuation is pinned; none is found any more."""
+        """Drops every ready entry, at once or as soon as neither it nor its continuation is pinned. From now on lookups find none
+        of them."""
         ready = [entry for entry in self._entries.values() if entry.ready]
         for entry in ready:
             entry.doomed = True
@@ -235,7 +237,7 @@ class HostPages:
         self._release(doomed)
 
     def _release(self, entries: Iterable[HostPage]) -> None:
-        """Drops those entries that are doomed and evictable, and the entries before them that are so too."""
+        """Drops doomed evictable entries, and the entries before them that are also doomed and evictable."""
         gone: list[HostPage] = []
         for entry in entries:
             at: HostPage | None = entry
@@ -253,7 +255,7 @@ class HostPages:
         self.num_ready -= len(entries)
 
     def _unlink(self, entry: HostPage) -> HostPage | None:
-        """Takes an entry out of the index; returns the one before it, if that has no other after it."""
+        """Takes an entry out of the index; returns the entry before it, if no other entry follows that one."""
         del self._entries[entry.key.hash]
         above = entry.name.parent
         left = self._children[above] - 1
@@ -281,8 +283,8 @@ class HostPages:
 
 
 def check_host(host: HostPages, writing: set[int], fetching: int, pins: Mapping[int, int], putting: int) -> None:
-    """Compares the second tier's pages with those that are written from the device, how many are fetched, how often each is
-    pinned, and how many pins are of pages on their way to the third tier; for tests.
+    """Compares the second tier's pages with those being written from the device, the number being fetched, the pins of each
+    page, and the number of pins for writes to the third tier; for tests.
 
     Raises:
         AssertionError: They disagree.
@@ -295,9 +297,8 @@ def check_host(host: HostPages, writing: set[int], fetching: int, pins: Mapping[
 
 
 # Copies from the device to the second tier: from the choice of a page to the report that its copy has ended.
-#
-# Pages are copied in batches. A batch is either waiting for the coming step, or under way until the runner reports its
-# number. Until then its device pages are *being stored*: code that is about to overwrite one of them has to wait.
+# Pages are copied in batches. A batch waits for the coming step, and is then under way until the runner reports its # number.
+# Until then its device pages are *being stored*: code that is about to overwrite one of them has to wait.
 
 
 @dataclass(slots=True)
@@ -308,7 +309,7 @@ class Batch:
         device: The pages on the device.
         windows: Each of these pages in every window, -1: not there.
         host: The second tier's entries that they are copied to.
-        unwanted: Whether the copies are to be forgotten once they are there.
+        unwanted: Whether to drop the copies when they arrive.
     """
 
     device: list[int] = field(default_factory=list)
@@ -354,7 +355,7 @@ class HostStores:
         self._storing[page] += 1
 
     def begin(self, batch: Batch) -> PageCopy | None:
-        """Has a batch under way; returns its copy, for the runner. None: the batch is empty."""
+        """Starts a batch; returns its copy, for the runner. None: the batch is empty."""
         if not batch.device:
             return None
         number, self._begun = self._begun, self._begun + 1
@@ -369,17 +370,17 @@ class HostStores:
         return self.begin(batch)
 
     def end(self, number: int) -> Batch:
-        """Takes a batch out whose copy has ended, well or not."""
+        """Removes and returns the batch whose copy has ended, successfully or not."""
         batch = self._under_way.pop(number)
         self._storing -= Counter(batch.device)
         return batch
 
     def during(self, step: LatePages) -> Batch | None:
-        """The batch of the pages that a step fills; None: there is none, or it has ended."""
+        """The batch of the pages that a step fills; None: there is no such batch, or it has ended."""
         return None if step.chosen is None else self._under_way.get(step.chosen.number)
 
     def forget(self) -> list[HostPage]:
-        """Drops what waits, and what is under way as soon as it has ended; returns the entries that waited."""
+        """Drops the waiting batch, and batches under way as soon as they have ended; returns the entries that waited."""
         for batch in self._under_way.values():
             batch.unwanted = True
         batch, self.waiting = self.waiting, Batch()
@@ -397,10 +398,9 @@ class HostStores:
         return {entry.page for batch in batches for entry in batch.host}
 
 
-# Pages that are read from elsewhere into host pages while the request that lacks them waits: from a store, or another
+# Pages that are read into host pages while the request that lacks them waits: from a store, or another
 # worker.
-#
-# Host pages are reserved for a read, and given back only when the read has ended, however it ends. What passed its
+# Host pages are reserved for a read, and given back only when the read has ended, successfully or not. A page that passed its #
 # check is an ordinary page of the second tier, pinned until the request starts. Bound: arrivals hold at most ``share``
 # of the host pages.
 
@@ -410,10 +410,10 @@ class Arrival:
     """The pages that one request waits for.
 
     Attributes:
-        wanted: What they hold, in order; those before index ``cursor`` are not being read any more.
-        began: When the first was asked for, by the clock.
+        wanted: What the pages hold, in order; pages before index ``cursor`` are not being read any more.
+        began: When the first page was asked for, by the clock.
         deadline: When the request stops waiting.
-        looking: Whether it is still unknown which of them can be read.
+        looking: Whether it is still unknown which pages can be read.
         ended: When the last came.
         cancelled: Whether the request has started or ended.
         pinned: The pages that have come.
@@ -433,7 +433,7 @@ A = TypeVar("A", bound=Arrival)
 
 
 class ArrivalPages(Protocol):
-    """Pages that are read into, as :class:`~sapwood_worker.core.cache.host.HostPages` has them."""
+    """The pages that reads fill, with the methods of :class:`~sapwood_worker.core.cache.host.HostPages`."""
 
     @property
     def num_pages(self) -> int:
@@ -470,7 +470,7 @@ class Arrivals(Generic[A]):
         clock: Seconds, monotonic.
 
     Attributes:
-        held: The requests that wait.
+        held: The waiting requests.
     """
 
     def __init__(self, host: ArrivalPages, share: float, clock: Callable[[], float]) -> None:
@@ -501,18 +501,18 @@ class Arrivals(Generic[A]):
         return max(0, self._limit - self._occupied)
 
     def add(self, serial: int, arrival: A) -> None:
-        """Begins one; :meth:`settle` ends it. The request waits if it is in ``held``, too."""
+        """Begins an arrival; :meth:`settle` ends it. If the request is also in ``held``, it waits."""
         self._arrivals[serial] = arrival
 
     def reserve(self, wanted: Sequence[PageName]) -> list[HostPage]:
-        """Host pages to read into, for those of ``wanted`` that are neither there nor being read for another request."""
+        """Reserves host pages for those of ``wanted`` that are neither present nor being read for another request."""
         entries = self._host.reserve(wanted[: self.room])
         self._occupied += len(entries)
         self._reading.update(entry.key.hash for entry in entries)
         return entries
 
     def came(self, arrival: A, batch: list[HostPage], good: list[bool]) -> int:
-        """Takes the end of a read into reserved pages; returns how many of them passed their check, as ``good`` says."""
+        """Notes the end of a read into reserved pages; returns how many of them passed their check, according to ``good``."""
         arrived = [entry for entry, fine in zip(batch, good, strict=True) if fine]
         self._reading.difference_update(entry.key.hash for entry in batch)
         self._host.written(arrived)
@@ -528,10 +528,10 @@ class Arrivals(Generic[A]):
         return len(arrived)
 
     def settle(self, serial: int) -> tuple[int, float, float] | None:
-        """Keeps nothing any longer for a request that has started or ended.
+        """Releases the pages kept for a request that has started or ended.
 
         Returns:
-            How many pages came, and when the first was asked for and the last had come, by the clock; None: no pages.
+            How many pages arrived, and when the first was asked for and the last arrived, by the clock; None: no pages.
         """
         arrival = self._arrivals.pop(serial, None)
         self.held.discard(serial)
@@ -542,7 +542,7 @@ class Arrivals(Generic[A]):
         return (count, arrival.began, arrival.ended) if count else None
 
     def let_go(self, arrival: A) -> int:
-        """Unpins what has come so far, which may be evicted from now on; returns how many pages that were."""
+        """Unpins the pages that have arrived so far, so that they may be evicted; returns how many pages these were."""
         count = len(arrival.pinned)
         self._host.unpin(arrival.pinned)
         self._occupied -= count
@@ -550,18 +550,18 @@ class Arrivals(Generic[A]):
         return count
 
     def move(self, serial: int, to: int) -> A:
-        """Gives what arrives for one request to another; returns it."""
+        """Gives the arrival of one request to another; returns it."""
         arrival = self._arrivals[to] = self._arrivals.pop(serial)
         return arrival
 
     def release(self, is_over: Callable[[A], bool]) -> list[int]:
-        """The requests that need not wait any longer; they do not wait from now on."""
+        """Returns the requests that no longer need to wait, and stops holding them."""
         released = [serial for serial in self.held if is_over(self._arrivals[serial])]
         self.held.difference_update(released)
         return released
 
     def is_reading(self, arrival: A) -> bool:
-        """Whether any page of it is still being read, for this or another request."""
+        """Whether any page of the arrival is still being read, for this or another request."""
         while arrival.cursor < len(arrival.wanted) and not arrival.looking:
             if arrival.wanted[arrival.cursor].key.hash in self._reading:
                 return True

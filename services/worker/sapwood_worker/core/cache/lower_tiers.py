@@ -1,4 +1,5 @@
-"""What the prefix cache asks of the tiers below it, and what they count. Knows nothing of how they keep pages."""
+"""The interface between the prefix cache and the tiers below it, and the tiers' counters. Does not depend on how they keep
+pages."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class TierCounters:
         host_hits: Pages found in the second tier and not in the first.
         stored: Pages copied to the second tier.
         store_failures: Pages whose copy to the second tier failed.
-        no_room: Pages not copied because the second tier had no page to give.
+        no_room: Pages not copied because the second tier had no free or evictable page.
         fences: Steps that had to wait for the stores before them.
         store_seconds: Seconds that copies to the second tier took.
         load_seconds: Seconds that copies from it took.
@@ -38,10 +39,11 @@ class TierCounters:
 
 
 class LowerTiers(Protocol):
-    """What the prefix cache tells the tiers below it, and asks of them. All but ``evicted`` and ``dropped`` concern one row."""
+    """The tiers below the prefix cache, as the prefix cache calls them. All methods except ``evicted`` and ``dropped`` concern
+    one row."""
 
     def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
-        """Keeps, for a row that begins with these cached pages, what the tiers have of ``token_ids`` beyond them."""
+        """For a row that begins with these cached pages, keeps the further pages of ``token_ids`` that the tiers have."""
         ...
 
     def kept(self, slot: int) -> int:
@@ -49,12 +51,12 @@ class LowerTiers(Protocol):
         ...
 
     def load(self, slot: int, pages: PageIds, windows: tuple[PageIds, ...]) -> None:
-        """Has the row's next pages filled before the coming step computes, those that :meth:`open` kept; :attr:`windows` are
-        the same pages of each window, -1 where the row has none."""
+        """Fills the row's next pages, those that :meth:`open` kept, before the coming step computes. ``windows`` has the same
+        pages of each window, -1 where the row has none."""
         ...
 
     def loaded(self, slot: int) -> None:
-        """Notes that the step is done that filled the pages of :meth:`load`."""
+        """Notes that the step that filled the pages of :meth:`load` is done."""
         ...
 
     def cached(self, slot: int, token_ids: array[int], start: int, pages: PageIds, new: PageIds) -> None:
@@ -66,18 +68,18 @@ class LowerTiers(Protocol):
         ...
 
     def adopted(self, names: Sequence[PageName], pages: PageIds) -> None:
-        """Notes that ``pages``, filled from elsewhere, are cached now, and what they hold."""
+        """Notes that ``pages``, filled by a KV transfer, are cached now under these names."""
         ...
 
     def beside(self, windows: Sequence[WindowPages], epoch_of: Callable[[int], int], room: DeviceRoom) -> None:
-        """Called once: what else belongs to a cached page, and is stored and loaded with it; how often a page was allocated;
-        what pages are taken from that are filled from elsewhere."""
+        """Called once, with the window pages that belong to a cached page and are stored and loaded with it; a function that
+        returns how often a page was allocated; and the room from which KV transfers take pages."""
         ...
 
     def evicted(self, pages: PageIds) -> None:
-        """Takes what it wants of pages that are about to be given to another owner; their content is still in place."""
+        """Copies pages that it wants to keep before they get another owner; their content is still in place."""
         ...
 
     def dropped(self, pages: PageIds) -> None:
-        """Forgets pages that are about to be given to another owner, and keeps nothing of their content."""
+        """Forgets pages that are about to get another owner; their content is not kept."""
         ...

@@ -12,11 +12,11 @@ import xxhash
 from sapwood_common.contract.page_hash import lora_of
 from sapwood_worker.records.kv_events import BlockStored, KvEvent, Medium
 
-# Names of pages outside the device: what a page holds, in a form that can be checked.
+# Names of pages outside the device: each name identifies a page's tokens and can be verified.
 #
 # Algorithm: two chained hashes a page, each over the page's tokens and the hash of the page before it. ``hash`` is the
 # xxh3 chain that router and workers share (``sapwood_common.contract.page_hash``): quick, and the name under which a
-# page is found. ``proof`` is a SHA-256 chain that nobody can collide on purpose: a reader of a page compares it, so a
+# page is found. ``proof`` is a SHA-256 chain, for which nobody can find a collision: a reader of a page compares it, so a
 # page is only ever used for exactly the tokens, in exactly the namespace, that it was computed for. O(tokens), once a
 # page.
 
@@ -43,7 +43,7 @@ class PageChain:
     Args:
         namespace: Sequences of different namespaces share no keys.
         page_size: Tokens in a page.
-        known: The first pages, where they are known already.
+        known: The first pages, if they are known already.
 
     Attributes:
         pages: All pages so far.
@@ -61,14 +61,14 @@ class PageChain:
         return [page.key for page in self.pages]
 
     def resume(self, known: Sequence[PageName], token_ids: array[int]) -> None:
-        """Takes over what another chain has made, if it was of this sequence; called while there are no pages."""
+        """Takes the pages of another chain, if that chain was of this sequence; called while there are no pages."""
         self.extend(token_ids, self._page_size)
         content = b"".join(page.token_ids for page in known)
         if known and self.pages and known[0].key == self.pages[0].key and token_ids.tobytes().startswith(content):
             self.pages = list(known)
 
     def extend(self, token_ids: array[int], end: int) -> None:
-        """Adds the full pages among the sequence's first ``end`` tokens that are still missing."""
+        """Adds the missing full pages among the sequence's first ``end`` tokens."""
         size = self._page_size
         parent = self.pages[-1].key if self.pages else self._root
         for start in range(len(self.pages) * size, end - size + 1, size):
@@ -92,7 +92,7 @@ class KvEventLog:
         self._events.append(event)
 
     def stored(self, names: Iterable[PageName], medium: Medium) -> None:
-        """Pages are cached on a medium; those that follow each other are one event."""
+        """Notes that pages are cached on a medium; consecutive pages are one event."""
         run: list[PageName] = []
         for name in names:
             if run and (name.parent, name.lora) != (run[-1].key.hash, run[-1].lora):

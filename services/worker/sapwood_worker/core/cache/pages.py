@@ -14,13 +14,12 @@ from sapwood_worker.records.kv_layout import WindowGroup
 # The page ledger: every page of the pool has exactly one owner: nobody, the prefix cache, a transfer or one request.
 #
 # Algorithm: a stack of free page ids, and numpy arrays with each page's owner and epoch. Taking and giving back n pages
-# is O(n), vectorised; :meth:`check` is O(pages). The checks are always on: a page that is freed twice, or by someone
-# who does not own it, or that an owner keeps beyond its end, is an error at that moment and not a wrong token later.
+# is O(n), vectorised; :meth:`check` is O(pages). The checks are always on: freeing a page twice, or without owning it, or
+# keeping it after the owner has ended, is an error at once and not a wrong token later.
 # The error names the owner and the one for whom the page was allocated last.
 #
-# A page's epoch counts its allocations. Code that relies on a page later (at the end of a step in flight or of a
-# transfer) holds a :class:`PageHandle` and has it confirmed. That fails if the page was given away meanwhile, even if
-# its new owner is the old one.
+# A page's epoch counts its allocations. Code that relies on a page later (at the end of a step in flight or of a # transfer)
+# holds a :class:`PageHandle` and confirms it. Confirming fails if the page was allocated again since, even to # the same owner.
 
 
 FREE = -1
@@ -41,7 +40,7 @@ class PageHandle(NamedTuple):
 
 
 class LedgerError(AssertionError):
-    """A page was about to have no owner or two. A bug of ours, never the fault of a request."""
+    """A page was about to have no owner or two owners: a bug in Sapwood, never the fault of a request."""
 
 
 class PageAllocator:
@@ -145,10 +144,10 @@ class PageAllocator:
         return PageHandle(pages, self._epoch[pages])
 
     def confirm(self, handle: PageHandle) -> None:
-        """Checks that a handle's pages have not been allocated again since it was made. O(pages of it), vectorised.
+        """Checks that a handle's pages have not been allocated again since the handle was made. O(its pages), vectorised.
 
         Raises:
-            LedgerError: One has; the message names its new owner.
+            LedgerError: A page was allocated again; the message names its new owner.
         """
         stale = self._epoch[handle.pages] != handle.epochs
         if stale.any():
@@ -166,7 +165,7 @@ class PageAllocator:
         )
 
     def check(self) -> None:
-        """Compares the free stack, and how many pages each has, with the owners.
+        """Compares the free stack and each owner's page count with the owners of the pages.
 
         Raises:
             LedgerError: They disagree.
@@ -182,10 +181,10 @@ class PageAllocator:
             raise LedgerError("it is miscounted how many pages each owner has")
 
     def check_owners(self, owners: PageIds, used: int) -> None:
-        """Compares the ledger with who holds which page.
+        """Compares the ledger with the pages that owners really hold.
 
         Args:
-            owners: int32 [num_pages], the owner of each page as found outside.
+            owners: int32 [num_pages]: the holder of each page, found by looking at all holders.
             used: How often a page was found to be owned, over all owners.
 
         Raises:
@@ -201,7 +200,7 @@ class PageAllocator:
             raise LedgerError("a page is held in two places")
 
     def _repeats(self, ids: PageIds) -> bool:
-        """Whether a page comes twice: each page remembers its last place in the list, which must be its only one."""
+        """Whether a page occurs twice: each page remembers its last place in the list, which must be its only one."""
         places = np.arange(len(ids))
         self._place[ids] = places
         return bool((self._place[ids] != places).any())
@@ -281,14 +280,12 @@ class PageTable:
 # layers.
 #
 # Entry i of a row stands for the same positions as in the page table. A row keeps the pages that its next query sees,
-# and those of the tokens being computed. What slides out of the window is freed, or left to the cache where the tree
+# and those of the tokens being computed. A page that slides out of the window is freed, or left to the cache where the tree
 # has the prefix.
-#
-# The tree knows nothing of these pages: a page of it may have one of ours *beside* it, or none (any more). So of a
-# cached prefix only so much can be used that all pages which the next query sees lie beside the tree's
-# (:meth:`WindowPages.usable`). What no row uses is evicted when room is needed: first pages that have slid out of a
-# window, then those at which a sequence ended or another branched off, since these are asked for again. Of either kind
-# the least recently used goes first.
+# The tree does not know these pages: one of its pages may have a window page *beside* it, or none (any more). So a # cached
+# prefix can be used only up to a point where all pages that the next query sees have window pages # (:meth:`WindowPages.usable`).
+# Pages that no row uses are evicted when room is needed: first pages that have slid out of a # window, then those at which a
+# sequence ended or branched off, since these are asked for again. In both groups # the least recently used page goes first.
 #
 # Complexity: O(pages) for each page that enters or leaves a row, O(pages of the prefix), vectorised, to match. Bound:
 # one entry for each page.
@@ -303,7 +300,7 @@ class WindowPages:
         num_cached: Pages that the tree may hold.
         rows: Rows of the page table.
         width: Entries of a row.
-        dropped: Told of the tree's pages that have none of ours beside them any more, before their pages are given away.
+        dropped: Called with the tree's pages that have just lost their window pages, before those are given away.
 
     Attributes:
         table: int32 [rows, width]; entries of freed pages are ``num_pages``, a page that holds nothing.
@@ -331,14 +328,14 @@ class WindowPages:
         self._page_size = page_size
         self._dropped = dropped
         self.ledger = PageAllocator(group.num_pages)
-        # By the tree's page ours beside it, and the reverse; by our page how many rows and pins use it.
+        # For each page of the tree its window page, and the reverse; for each window page, how many rows and pins use it.
         self._beside = np.full(num_cached, -1, np.int32)
         self._of = np.full(group.num_pages, -1, np.int32)
         self._users = np.zeros(group.num_pages, np.int32)
-        # Cached pages that nobody uses, the least recently used first: those that go first, and the others.
+        # Cached pages that no row uses, least recently used first: those evicted first, and the others.
         self._passed: dict[int, None] = {}
         self._ends: dict[int, None] = {}
-        # By row: its first page, its end, up to where its pages are the cache's, its branch, the pages it is expected to need.
+        # For each row: its first page, its end, the end of its cached pages, its branch, and the pages it is expected to need.
         self._first, self._end, self._shared, self._branch, self._need = np.zeros((5, rows), np.int64)
 
     @property
@@ -356,19 +353,19 @@ class WindowPages:
         return min(self.tail + 3, -(-tokens // self._page_size) + 1)
 
     def outstanding(self, slot: int = -1) -> int:
-        """Pages that the rows but ``slot`` are expected to ask for yet. O(rows), vectorised."""
+        """How many more pages all rows except ``slot`` are expected to ask for. O(rows), vectorised."""
         missing = np.maximum(self._need - (self._end - self._first), 0)
         return int(missing.sum()) - (int(missing[slot]) if slot >= 0 else 0)
 
     def usable(self, pages: PageIds) -> int:
-        """How many of a cached prefix's pages can be used: all that the query after them sees must be there."""
+        """How many of a cached prefix's pages can be used: all pages that the next query sees must exist."""
         ends = np.arange(1, len(pages) + 1)
         gap = np.maximum.accumulate(np.where(self._beside[pages] < 0, ends, 0))
         ok = np.flatnonzero(gap <= np.maximum(ends - self.tail, 0))
         return int(ok[-1]) + 1 if len(ok) else 0
 
     def hold(self, pages: PageIds) -> PageIds:
-        """Uses what lies beside the last of a usable prefix's pages; :meth:`let_go` of it later."""
+        """Locks the window pages at the end of a usable prefix; :meth:`let_go` unlocks them."""
         mine = self._beside[pages[max(0, len(pages) - self.tail) :]]
         assert (mine >= 0).all(), "a prefix was matched that cannot be used"
         for page in mine[self._users[mine] == 0].tolist():
@@ -388,8 +385,8 @@ class WindowPages:
             slot: The row.
             name: What to call its owner in errors.
             pages: The tree's pages of the usable prefix.
-            found: How many pages of it the tree had, usable or not: where it ends, requests branch.
-            expected: Tokens that it is expected to have in the end.
+            found: How many pages of the prefix the tree had, usable or not: requests branch at its end.
+            expected: How many tokens the row is expected to have in the end.
         """
         self.ledger.name(slot, name)
         end = len(pages)
@@ -400,7 +397,7 @@ class WindowPages:
         self.table[slot, end - len(mine) : end] = mine
 
     def slide(self, slot: int, position: int) -> None:
-        """Lets go of what no query at ``position`` or later sees."""
+        """Releases the pages that no query at ``position`` or later sees."""
         old, new = int(self._first[slot]), max(0, position - self._reach) // self._page_size
         if new <= old:
             return
@@ -435,9 +432,8 @@ class WindowPages:
         return int(end) * self._page_size
 
     def commit(self, slot: int, start: int, pages: PageIds) -> None:
-        """Shares a row's pages that lie beside the tree's ``pages``, which are the row's from entry ``start`` on.
-
-        Where one lies there already, the row takes that and frees its own.
+        """Shares the row's window pages for the tree's ``pages``, which are the row's from entry ``start`` on. If a page of the
+        tree has a window page already, the row takes that one and frees its own.
         """
         end = start + len(pages)
         first, last = max(start, int(self._first[slot])), min(end, int(self._end[slot]))
@@ -460,7 +456,7 @@ class WindowPages:
             self.ledger.free(own[known], slot)
 
     def close(self, slot: int) -> None:
-        """Ends a row: frees what is its own, and leaves what is the cache's."""
+        """Ends a row: frees its own pages, and leaves shared ones to the cache."""
         first, end = int(self._first[slot]), int(self._end[slot])
         cached = min(max(first, int(self._shared[slot])), end)
         self._leave(self.table[slot, first:cached], self._ends)
@@ -469,11 +465,11 @@ class WindowPages:
         self._first[slot] = self._end[slot] = self._need[slot] = 0
 
     def beside(self, pages: PageIds) -> PageIds:
-        """Our pages beside the tree's; -1 where there is none."""
+        """The window pages of pages of the tree; -1 where there is none."""
         return self._beside[pages]
 
     def page_beside(self, page: int) -> int:
-        """Our page beside one of the tree's; -1: there is none."""
+        """The window page of a page of the tree; -1: there is none."""
         return int(self._beside[page])
 
     def tokens(self, slot: int) -> int:
@@ -481,7 +477,7 @@ class WindowPages:
         return int(self._end[slot]) * self._page_size
 
     def begin_load(self, slot: int, start: int, end: int) -> PageIds:
-        """A row's pages of entries ``start`` to ``end``, which a transfer owns until :meth:`loaded`; -1 for those it lacks."""
+        """Gives a row's pages of entries ``start`` to ``end`` to a transfer until :meth:`loaded`; -1 for missing pages."""
         self.slide(slot, end * self._page_size)
         if self.extend(slot, end * self._page_size) < end * self._page_size:
             raise LedgerError(f"{self.ledger.name_of(slot)} was started without pages for its window")
@@ -501,7 +497,7 @@ class WindowPages:
         self._forget(mine[mine >= 0])
 
     def check_idle(self, held: int) -> None:
-        """Checks that no row holds anything, and pins use pages ``held`` times; raises AssertionError."""
+        """Checks that no row holds a page and that pins use pages ``held`` times; raises AssertionError."""
         self.ledger.check()
         if int(self._users.sum()) != held or self.num_used != int((self._beside >= 0).sum()):
             raise LedgerError("nothing runs, yet pages of a window are used")
@@ -509,11 +505,11 @@ class WindowPages:
     def check(
         self, rows: dict[int, PageIds], loading: dict[int, PageIds], held: list[PageIds], cached: PageIds
     ) -> None:
-        """Compares ledger, rows and what lies beside the tree's pages; for tests.
+        """Compares ledger, rows and the window pages of the tree's pages; for tests.
 
         Args:
-            rows: By open row the tree's pages that it begins with.
-            loading: By row the pages that a transfer owns.
+            rows: For each open row, the tree's pages that it begins with.
+            loading: For each row, the pages that a transfer owns.
             held: What pins hold.
             cached: All of the tree's pages.
 

@@ -1,4 +1,4 @@
-"""The prefix cache, its pins, and the checks of all that it keeps in step."""
+"""The prefix cache, its pins, and checks that tree, ledger and page table agree."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Row:
     Attributes:
         node: The locked end of its shared prefix.
         shared: Pages of that prefix.
-        loading: The pages that are being filled from the tiers below.
+        loading: The pages that the tiers below are filling.
         windows: Those of each window.
     """
 
@@ -121,12 +121,12 @@ def check_pages(
         window.check(begun, moving, pins.held(nth), cached)
 
 
-# Prefixes that are pinned: locked in the tree, with what lies beside them in the windows, until they are taken back.
+# Pinned prefixes: locked in the tree, with their window pages, until they are unpinned.
 
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """The locked end of a pinned prefix, until when it is pinned, and what it holds of each window."""
+    """The locked end of a pinned prefix, the end of its time, and its pages in each window."""
 
     node: Node
     until: float | None
@@ -139,7 +139,7 @@ class Pins:
     Args:
         tree: Has their pages.
         windows: The pages of layers that see a window only.
-        scarce: Those of them that have fewer pages than the page table.
+        scarce: Those windows that have fewer pages than the page table.
     """
 
     def __init__(self, tree: RadixTree, windows: Sequence[WindowPages], scarce: Sequence[WindowPages]) -> None:
@@ -158,7 +158,7 @@ class Pins:
             name: The pin's.
             match: The prefix.
             most: Pages that may be pinned in all.
-            until: When :meth:`expire` takes it back; None: never.
+            until: When :meth:`expire` unpins it; None: never.
 
         Raises:
             ResourceExhaustedError: More than ``most`` pages would be pinned; nothing changed.
@@ -179,14 +179,14 @@ class Pins:
             self._release(old)
 
     def remove(self, name: str) -> bool:
-        """Takes a pin back; returns whether there was one of this name."""
+        """Removes a pin; returns whether there was one of this name."""
         pin = self._pins.pop(name, None)
         if pin is not None:
             self._release(pin)
         return pin is not None
 
     def expire(self, now: float) -> None:
-        """Takes back the pins whose time is over. O(pins)."""
+        """Removes the pins whose time is over. O(pins)."""
         for name in [name for name, pin in self._pins.items() if pin.until is not None and pin.until <= now]:
             self.remove(name)
 
@@ -199,7 +199,7 @@ class Pins:
         return _and_above(self.ends())
 
     def held(self, nth: int) -> list[PageIds]:
-        """What each pin holds of the ``nth`` window."""
+        """The pages that each pin holds of the ``nth`` window."""
         return [pin.held[nth] for pin in self._pins.values()]
 
     def _release(self, pin: _Pin) -> None:
@@ -236,7 +236,7 @@ class PrefixCache:
     Attributes:
         enabled: If not, nothing is kept and nothing found.
         windows: The pages of layers that see a window only.
-        scarce: Those of them that have fewer pages than the page table.
+        scarce: Those windows that have fewer pages than the page table.
         pins: The prefixes that are pinned.
         taken: Pages that :meth:`take` gave.
 
@@ -245,9 +245,9 @@ class PrefixCache:
         page_table: Rows of the running requests.
         page_size: Tokens in a page.
         enabled: Whether anything is kept and found.
-        eviction: What is evicted first when room is needed.
+        eviction: Which prefix is evicted first when room is needed.
         below: The tiers below; None: there are none.
-        events: Records what is stored and removed; None: nothing is recorded.
+        events: Records stored and removed pages; None: nothing is recorded.
         windows: The pages of layers that see a window only.
     """
 
@@ -304,7 +304,7 @@ class PrefixCache:
         return self._tree.probe(key, namespace, self._servable if self.windows else None)
 
     def path(self, token_ids: array[int], namespace: bytes) -> list[int]:
-        """The prefix that :meth:`open` would find, as a number for each node of the tree it runs through, from the root."""
+        """The path of the prefix that :meth:`open` would find: a number for each node of the tree, from the root."""
         return self._tree.path(self._key(token_ids, 0, self._usable(token_ids)), namespace)
 
     def open(self, slot: int, name: str, token_ids: array[int], namespace: bytes, expected: int = 0) -> int:
@@ -315,7 +315,7 @@ class PrefixCache:
             name: What to call its owner in errors.
             token_ids: All known tokens of the sequence.
             namespace: Within which to look.
-            expected: Tokens that it is expected to have in the end; where there are windows.
+            expected: How many tokens the row is expected to have in the end; needed if there are windows.
 
         Returns:
             The number of tokens found.
@@ -332,7 +332,7 @@ class PrefixCache:
         return len(match.pages) * self._page_size
 
     def continuation(self, slot: int, token_ids: array[int]) -> array[int]:
-        """Tokens that follow those of a row in some cached sequence, whatever request it is from; empty if there are none."""
+        """Tokens that follow a row's tokens in a cached sequence of any request; empty if there are none."""
         row = self._rows[slot]
         found: array[int] = array("I")
         found.frombytes(self._tree.continuation(row.node, token_ids[row.shared * self._page_size :].tobytes()))
@@ -347,7 +347,7 @@ class PrefixCache:
 
     @property
     def num_takable(self) -> int:
-        """How many pages :meth:`take` could give now: the longest request finds room beside them, when nothing else runs."""
+        """How many pages :meth:`take` could give now. They leave room for the longest request, if nothing else runs."""
         pinned = sum(len(node.pages) for node in self.pins.nodes())
         most = self._allocator.num_pages - self._table.rows.shape[1] - pinned - len(self.taken)
         return max(0, min(most, self.num_available)) if self.enabled else 0
@@ -365,7 +365,7 @@ class PrefixCache:
         self.taken.difference_update(pages)
 
     def adopt(self, prompt: Prompt, filled: Callable[[int], int | None]) -> int:
-        """Shares pages that were taken and filled; as :class:`~sapwood_worker.core.cache.transfer.reads.DeviceRoom`."""
+        """Shares pages that were taken and filled; see :class:`~sapwood_worker.core.cache.transfer.reads.DeviceRoom`."""
         match = self._tree.match(self._key(prompt.token_ids, 0, len(prompt.token_ids)), prompt.namespace)
         pages: list[int] = []
         while (page := filled(len(match.pages) + len(pages))) is not None:
@@ -391,7 +391,7 @@ class PrefixCache:
         return self._allocator.allocate(count, owner)
 
     def load(self, slot: int) -> int:
-        """Has the first pages of a row's own filled from the tiers below, before the coming step computes.
+        """Asks the tiers below to fill the first pages that are the row's own, before the coming step computes.
 
         Called once, after :meth:`open` and :meth:`allocate`. Until the next commit, which follows the step, the transfer
         owns the pages.
@@ -417,9 +417,9 @@ class PrefixCache:
 
         Args:
             slot: The row.
-            tokens: How many it is to have pages for.
-            computed: How many of these no step computes any more; what none after them sees is freed.
-            share: Whether it leaves what other rows are expected to need.
+            tokens: How many tokens need pages.
+            computed: How many of these are computed already; pages that no later token sees are freed.
+            share: Whether to leave the pages that other rows are expected to need.
         """
         reached = sys.maxsize
         for window in self.windows:
@@ -428,13 +428,13 @@ class PrefixCache:
         return reached
 
     def reach(self, slot: int) -> int:
-        """Tokens that a row has pages of the windows for."""
+        """How many tokens of a row have window pages."""
         return min((window.tokens(slot) for window in self.windows), default=sys.maxsize)
 
     def pages_of(
         self, rows: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int32], Written]:
-        """The pages of some rows up to entries ``last``, one table's beside the other's, and handles of the last ones.
+        """The pages of some rows up to entries ``last``, the page tables side by side, and handles of the last pages.
 
         The pages are a copy, int32 [rows, tables * most pages]; entries beyond a row's last page are undefined.
         """
@@ -445,14 +445,14 @@ class PrefixCache:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), written
 
     def confirm(self, written: Written) -> None:
-        """Checks that the pages are still those that they were; raises LedgerError if not."""
+        """Checks that the pages were not allocated again; raises LedgerError if one was."""
         for ledger, handle in zip(self._ledgers, written, strict=True):
             ledger.confirm(handle)
 
     def commit(self, slot: int, token_ids: array[int], computed: int) -> None:
         """Shares the full pages of a row's first ``computed`` tokens, whose KV must be in place.
 
-        Where the tree has a page already, the row takes the tree's and frees its own.
+        If the tree has a page with these tokens already, the row takes it and frees its own.
         """
         row = self._rows[slot]
         self._arrived(slot, row)
@@ -493,7 +493,7 @@ class PrefixCache:
         self._balance(slot)
 
     def pin(self, name: str, token_ids: array[int], namespace: bytes, most: int, until: float | None) -> int:
-        """Locks what is cached of a prefix; a pin of the same name is replaced.
+        """Locks the cached part of a prefix; a pin of the same name is replaced.
 
         Args:
             name: The pin's.
@@ -516,7 +516,7 @@ class PrefixCache:
         """Forgets everything that no running request and no pin holds; returns the number of pages freed.
 
         Args:
-            keep: Whether the tiers below may take the content, as when room is made.
+            keep: Whether the tiers below may copy the content first, as in an eviction.
         """
         pages = self._tree.evict(self._tree.num_evictable, reset=True)
         if self._below is not None:
@@ -541,7 +541,7 @@ class PrefixCache:
         check_pages(self._allocator, self._table, self._tree, self.pins, self._rows, self.windows, list(self.taken))
 
     def _balance(self, slot: int) -> None:
-        """Compares, after a change of a row, how much is locked and cached with what should be. O(1).
+        """After a change of a row, compares the counts of locked and cached pages with the expected ones. O(1).
 
         Raises:
             LedgerError: This row has just lost a lock or a page.
@@ -579,18 +579,18 @@ class PrefixCache:
         return count
 
     def _drop(self, pages: PageIds) -> None:
-        """Frees pages that have left the tree, and what lies beside them."""
+        """Frees pages that have left the tree, and their window pages."""
         for window in self.windows:
             window.evicted(pages)
         self._allocator.free(pages, CACHE)
 
     def _unkept(self, pages: PageIds) -> None:
-        """Says that pages of the tree lose what lies beside them in a window."""
+        """Reports that pages of the tree lose their pages in a window."""
         if self._below is not None:
             self._below.dropped(pages)
 
     def _usable(self, token_ids: array[int]) -> int:
-        """Tokens that may come from the cache: the last one is computed again, for its logits."""
+        """The tokens that may come from the cache: all but the last, which is computed again for its logits."""
         return len(token_ids) - 1 if self.enabled else 0
 
     def _key(self, token_ids: array[int], start: int, end: int) -> bytes:

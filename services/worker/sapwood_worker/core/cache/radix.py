@@ -22,7 +22,7 @@ TOKEN_BYTES = 4
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of pages below its parent's.
+    """A run of pages that follows the pages of its parent.
 
     Attributes:
         key: The token ids of its pages; of a root, its namespace.
@@ -30,7 +30,7 @@ class Node:
         hashes: The chained hashes of its pages, 16 bytes each.
         parent: None for a root and for a node that has been evicted.
         children: By the bytes of their first page.
-        locks: Locks on it and on everything below it.
+        locks: How many locks it and all nodes below it have.
         created: When it was cached, by the tree's tick.
         used: When it was last matched or cached, by the tree's tick.
         hits: How often it was matched.
@@ -51,7 +51,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cached prefix: its last node (a root if there is none) and its pages, int32, from the start."""
+    """A cached prefix: its last node (a root if nothing matched) and its pages, int32, from the start."""
 
     node: Node
     pages: PageIds
@@ -72,24 +72,24 @@ def root_of(node: Node) -> Node:
 # The radix tree of cached prefixes, over pages of token ids.
 #
 # Algorithm: each edge is a run of whole pages (as in SGLang's RadixAttention; a PATRICIA tree with pages as letters); a
-# child is found by the bytes of its first page. A node that a running request relies on is locked, and so are all above
-# it. Only unlocked leaves are evicted, from their end, so the remainder of a cached sequence is always a prefix of it.
+# child is found by the bytes of its first page. A node that a running request uses is locked, and so are all nodes above # it.
+# Only unlocked leaves are evicted, from their end, so the remainder of a cached sequence is always a prefix of it.
 #
 # Complexity, for a sequence of n pages: match and insert compare O(n) bytes (in C, a run at a time), lock and unlock
-# take O(depth), eviction takes O(log leaves) for each node. Only eviction depends on how much is cached. Bound: at most
+# take O(depth), eviction takes O(log leaves) for each node. Only eviction depends on the number of cached pages. Bound: at most
 # one node for each page.
 #
 # The tree holds full pages only. Namespaces (a tenant's salt, a LoRA) share nothing.
 
 
 _MOST_CHILDREN = 64
-"""Children of a node among which a part of a page is looked for."""
+"""The most children of a node that are searched for a part of a page."""
 
 _NONE: PageIds = np.empty(0, dtype=np.int32)
 
 
 class RadixTree:
-    """Cached prefixes and their pages. Knows nothing of who owns a page outside of it.
+    """Cached prefixes and their pages. Does not know the owners of other pages.
 
     Args:
         page_size: Tokens in a page.
@@ -143,7 +143,7 @@ class RadixTree:
 
         Args:
             key, namespace: As for :meth:`match`.
-            usable: Says of a prefix's pages how many can be used: the answer is about these; None: all.
+            usable: Returns how many of a prefix's pages can be used; only these are counted. None: all can.
         """
         node = self._roots.get(namespace)
         found = unlocked = 0
@@ -169,7 +169,7 @@ class RadixTree:
         return found, unlocked
 
     def path(self, key: bytes, namespace: bytes = b"") -> list[int]:
-        """A number for each node that :meth:`match` would run through, from the root, which comes first; changes nothing.
+        """The path that :meth:`match` would take: a number for each node, the root first; changes nothing.
 
         The paths of two keys begin with the same numbers while the keys run through the same nodes. Valid until the tree changes.
         """
@@ -190,9 +190,9 @@ class RadixTree:
         return numbers
 
     def continuation(self, below: Node, key: bytes) -> bytes:
-        """The tokens that follow ``key`` in a cached sequence that begins with it below a node; changes nothing.
+        """The tokens that follow ``key`` in a cached sequence below a node that begins with ``key``; changes nothing.
 
-        Of several such sequences it takes the one that was cached last. ``key`` may end with a part of a page.
+        If there are several such sequences, the one cached last is used. ``key`` may end with a part of a page.
 
         Returns:
             Token ids to the end of a node; empty if there is none.
@@ -220,7 +220,7 @@ class RadixTree:
         Args:
             below: The prefix's last node, from :meth:`match` or an earlier insertion, and locked since.
             key: The continuation's token ids, a multiple of the page.
-            pages: Their pages. The tree takes those it does not have yet.
+            pages: Their pages. The tree takes the pages whose tokens it does not have yet.
 
         Returns:
             The continuation's last node and its pages as cached now. Where a page differs from that in ``pages``, the tree
@@ -267,7 +267,7 @@ class RadixTree:
 
         Args:
             count: How many.
-            reset: Whether this is part of a reset, after which the event is AllBlocksCleared if nothing is left.
+            reset: Whether this is part of a reset; if the tree is then empty, the event is AllBlocksCleared.
 
         Returns:
             The pages taken out, int32.
@@ -309,7 +309,7 @@ class RadixTree:
         """Compares locks and counters with the tree; O(nodes).
 
         Args:
-            ends: How many locks were taken, and not taken back, at each node.
+            ends: How many locks are held at each node.
 
         Returns:
             All pages in the tree, in no order.
@@ -360,7 +360,7 @@ class RadixTree:
         return leaf
 
     def _walk(self, node: Node, key: bytes, *, hit: bool) -> Match:
-        """Follows ``key`` down from ``node``, splitting where it ends inside a run; the pages are those below ``node``."""
+        """Follows ``key`` down from ``node`` and splits a run in which it ends; returns the pages below ``node``."""
         offset = 0
         pages: list[PageIds] = []
         while (child := node.children.get(key[offset : offset + self._stride])) is not None:
@@ -375,7 +375,8 @@ class RadixTree:
         return Match(node, np.concatenate(pages) if pages else _NONE)
 
     def _common(self, run: bytes, key: bytes, offset: int) -> int:
-        """Length in bytes of what a run and the key from ``offset`` share, in whole pages; their first page is equal."""
+        """The length in bytes, in whole pages, of the common beginning of a run and the key from ``offset`` on; their first page
+        is equal."""
         if key.startswith(run, offset):
             return len(run)
         # Binary search: a longer prefix matches only if every shorter one does.
@@ -391,7 +392,7 @@ class RadixTree:
     def _split(self, node: Node, at: int) -> Node:
         """Puts the first ``at`` bytes of a node's run into a new parent; returns that.
 
-        The node itself keeps the end of its run, so it still is the end of every prefix that it was the end of.
+        The node itself keeps the end of its run, so every prefix that ended at the node still ends there.
         """
         assert node.parent is not None and 0 < at < len(node.key)
         count = at // self._stride
@@ -412,7 +413,7 @@ class RadixTree:
         return upper
 
     def _offer(self, node: Node) -> None:
-        """Lets eviction know of a node that may have become an unlocked leaf; forgets an empty root."""
+        """Queues a node for eviction if it has become an unlocked leaf; forgets an empty root."""
         if is_free_leaf(node):
             self._queue.offer(node)
         elif node.parent is None and not node.children and not node.locks and self._roots.get(node.key) is node:

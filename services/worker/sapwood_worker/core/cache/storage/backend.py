@@ -1,4 +1,4 @@
-"""What a store must be able to do to be the third tier, and where its calls run."""
+"""The interface of a store for the third tier, and the threads in which its calls run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 
 class StorageError(Exception):
-    """The store could not do what was asked; it may be down, full or unreachable. Costs a recomputation."""
+    """A call to the store failed; the store may be down, full or unreachable. The pages are computed again."""
 
 
 class StorageBackend(Protocol):
@@ -24,7 +24,7 @@ class StorageBackend(Protocol):
     """
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Says in which memory all buffers of :meth:`get` and :meth:`put` will lie; called once, before them.
+        """Registers the memory that all buffers of :meth:`get` and :meth:`put` will lie in; called once, before them.
 
         Raises:
             StorageError: The engine does not take it.
@@ -32,7 +32,7 @@ class StorageBackend(Protocol):
         ...
 
     def exists(self, names: Sequence[str]) -> int:
-        """How many of the first names there are objects for, up to the first that is missing. Changes nothing.
+        """How many of the names have objects, up to the first missing one. Changes nothing.
 
         Raises:
             StorageError: The store does not answer.
@@ -42,10 +42,10 @@ class StorageBackend(Protocol):
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         """Reads objects into buffers of their size.
 
-        Mutates the buffers; one whose answer is false is undefined afterwards.
+        Mutates the buffers; a buffer whose answer is false is undefined afterwards.
 
         Returns:
-            For each whether an object of the buffer's size was read.
+            For each name, whether an object of the buffer's size was read.
 
         Raises:
             StorageError: The store does not answer; all buffers are undefined.
@@ -53,11 +53,11 @@ class StorageBackend(Protocol):
         ...
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """Writes objects; one of the buffer's size that is there already stays as it is. Visible to everybody once it returns,
-        or once another's put of the same object that is under way does.
+        """Writes objects; an existing object of the buffer's size stays as it is. An object is visible to everybody once this
+        call returns, or once another call that puts the same object at the same time returns.
 
         Returns:
-            For each whether it is there now.
+            For each object, whether it exists now.
 
         Raises:
             StorageError: The store does not answer.
@@ -65,7 +65,7 @@ class StorageBackend(Protocol):
         ...
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes objects, as far as they are there and the store lets it.
+        """Removes objects, as far as they exist and the store allows it.
 
         Raises:
             StorageError: The store does not answer.
@@ -81,7 +81,7 @@ class StorageBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of the store; no call follows. Never fails."""
+        """Closes the store; no call follows. Never fails."""
         ...
 
 
@@ -97,7 +97,7 @@ class Executor(Protocol):
     """Runs jobs elsewhere, and calls back with their results in the caller's thread."""
 
     def submit(self, job: Job, done: Done, *, urgent: bool) -> None:
-        """Has ``job`` run, urgent ones first; ``done`` is called in a later :meth:`poll`. Never waits."""
+        """Queues ``job``, urgent jobs first; a later :meth:`poll` calls ``done``. Never waits."""
         ...
 
     def poll(self) -> None:
@@ -109,12 +109,13 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it: no job follows. Jobs not started yet end with an error; the caller continues to call :meth:`poll`."""
+        """Ends the executor: no job follows. Jobs not started yet end with an error; the caller continues to call
+        :meth:`poll`."""
         ...
 
 
 class ThreadExecutor:
-    """Implements :class:`Executor` with daemon threads: one that hangs in a store does not keep the process from exiting.
+    """Implements :class:`Executor` with daemon threads: a thread that hangs in a store does not keep the process from exiting.
 
     Args:
         threads: How many.

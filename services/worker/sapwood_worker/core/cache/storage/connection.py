@@ -1,4 +1,4 @@
-"""One attached store: its calls, how they end, and whether to make any."""
+"""One attached store: its calls, their results, and whether to make calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Call:
 
 
 class Connection:
-    """Has an executor make calls to a store, takes their results, and tells the circuit breaker.
+    """Makes calls to a store in an executor, takes their results, and reports them to the circuit breaker.
 
     Args:
         backend: The store.
@@ -30,7 +30,7 @@ class Connection:
         namespace: The prefix of all object names (``record.namespace_of``).
         min_pages: Fewer pages than this are computed faster than fetched; NEVER: nothing is fetched.
         clock: Seconds, monotonic.
-        store_id: Names the store, for all who share it.
+        store_id: The store's name, equal for all workers that share it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Connection:
         return len(self._calls)
 
     def call(self, job: Callable[[], Any], done: Callable[[Any], None], *, urgent: bool) -> None:
-        """Has ``job`` run; ``done`` is called in a later :meth:`poll` with its result, or with None if it failed."""
+        """Queues ``job``; a later :meth:`poll` calls ``done`` with its result, or with None if it failed."""
         call = _Call()
         self._calls.add(call)
 
@@ -84,7 +84,7 @@ class Connection:
         self._executor.submit(timed, ended, urgent=urgent)
 
     def poll(self) -> None:
-        """Takes the results of calls, and counts those as failed that take too long."""
+        """Takes the results of calls; counts calls that take too long as failed."""
         self._executor.poll()
         now = self._clock()
         for call in self._calls:
@@ -97,11 +97,11 @@ class Connection:
         self._executor.wait(seconds)
 
     def close(self) -> None:
-        """Ends it: no call follows. The caller calls :meth:`poll` until no job is pending, then :meth:`release`."""
+        """Ends the connection: no call follows. The caller calls :meth:`poll` until no job is pending, then :meth:`release`."""
         self._executor.close()
 
     def release(self) -> None:
-        """Lets go of the store, once nothing is pending; the caller does not wait for it."""
+        """Closes the store once no call is pending; the caller does not wait for this."""
         assert not self._calls
         threading.Thread(target=self.backend.close, daemon=True).start()
 
@@ -117,7 +117,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 
 
 class CircuitBreaker:
-    """Closed while all goes well; open after three failures in a row; then half open, for one call at a time.
+    """The breaker is closed while calls succeed, open after three failures in a row, then half open for one call at a time.
 
     Each time the probe fails too, the pause doubles, from one second up to half a minute.
 

@@ -22,22 +22,19 @@ from sapwood_worker.core.cache.storage.url import StorageUrl
 
 # Objects as files in a folder that any number of processes and machines may share. The backend that uses it moves the
 # bytes.
-#
-# An object is written beside its place and renamed, so that a reader sees all of it or nothing. Which object is used
-# how recently is its file's modification time. When the files outgrow the cap, one process at a time (a lock file sees
-# to it) removes the least recently used ones down to nine tenths of the cap. Each process counts what it writes itself,
-# and looks at the whole folder whenever it has written a sixteenth of the cap. So n processes exceed the cap by n
-# sixteenths at most.
-#
-# What is in an object's place and is no readable file of its size does not count when the object is written: it is
-# replaced. Folders that are gone are made again.
+# An object is written to a temporary file and renamed, so that a reader sees all of it or nothing. A file's modification time #
+# is the time of the object's last use. When the files outgrow the cap, one process at a time (by a lock file) # removes the
+# least recently used ones down to nine tenths of the cap. Each process counts the bytes that it writes, # and looks at the whole
+# folder whenever it has written a sixteenth of the cap. So n processes exceed the cap by n sixteenths at most.
+# If the path of an object holds anything but a readable file of its size, writing the object replaces # that. Missing folders
+# are made again.
 #
 # Complexity: one or two file operations an object, besides its bytes; a look at the folder is O(objects).
 
 
 _KEEP = 0.9
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO, errno.ELOOP)
-"""What the system says of one path that is no readable file; whatever else it says is of the whole folder."""
+"""The system's errors for one path that is no readable file; any other error concerns the whole folder."""
 _TOUCH_SECONDS = 60.0
 _STALE_SECONDS = 3600.0
 
@@ -46,7 +43,7 @@ class ObjectFolder:
     """The folder. May be called from several threads at once.
 
     Args:
-        folder: Made if it is not there.
+        folder: The folder; made if it does not exist.
         capacity: The most bytes of objects it is to hold.
 
     Raises:
@@ -68,12 +65,12 @@ class ObjectFolder:
             raise StorageError(f"cannot use the folder {folder}: {error}") from error
 
     def exists(self, names: Sequence[str]) -> int:
-        """How many of the first names there are files for, up to the first that is missing."""
+        """How many of the names have files, up to the first missing one."""
         return next((count for count, name in enumerate(names) if not self._path(name).is_file()), len(names))
 
     @contextlib.contextmanager
     def reading(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[int | None]]:
-        """Descriptors to read objects from, open within the block; None: there is no object of that size.
+        """Opens objects for reading within the block; None: there is no object of that size.
 
         Raises:
             StorageError: The folder does not answer, or an OSError ended the block.
@@ -91,9 +88,9 @@ class ObjectFolder:
 
     @contextlib.contextmanager
     def writing(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[int | None]]:
-        """Descriptors to write new objects to, open within the block; None: the object is there already.
+        """Opens new objects for writing within the block; None: the object exists already.
 
-        If the block ends without an error, all of the objects are there afterwards, else none of the new ones.
+        If the block ends without an error, all of the objects exist afterwards, else none of the new ones.
 
         Raises:
             StorageError: The folder does not answer or is full, or an OSError ended the block.
@@ -172,7 +169,7 @@ class ObjectFolder:
             return beside, path, os.open(beside, flags, 0o666)
 
     def _make_folder(self, path: Path) -> None:
-        """Makes a folder; what is in its place, or in that of one above it within ours, and is no folder, is removed."""
+        """Makes a folder and its parents within the store's folder; removes a file that is in the way."""
         try:
             path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -251,7 +248,7 @@ class FileStorage:
     """Implements :class:`~sapwood_worker.core.cache.storage.backend.StorageBackend` in a folder.
 
     Args:
-        folder: Made if it is not there.
+        folder: The folder; made if it does not exist.
         capacity: The most bytes of objects it is to hold.
 
     Raises:
@@ -272,7 +269,7 @@ class FileStorage:
             return [file is not None and _read(file, buffer) for file, buffer in zip(files, buffers, strict=True)]
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """On an error none of the objects is there that was not there before."""
+        """After an error no new object exists."""
         with self._folder.writing(names, list(map(len, buffers))) as files:
             for file, buffer in zip(files, buffers, strict=True):
                 if file is not None:

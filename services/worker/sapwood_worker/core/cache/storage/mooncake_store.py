@@ -1,7 +1,8 @@
 """Mooncake Store as the third tier: pages in the memory of other machines, by RDMA or TCP, without a copy on this side.
 
-The engine is its own: a master process that knows where objects are, and clients that each lend it memory, or none. What a client
-has lent is gone with it, so a cluster that is to start warm has clients that do nothing else (docs/kv-cache.md).
+The engine consists of a master process that knows where objects are, and clients that may each lend it memory. Objects in a
+client's memory are lost when the client ends, so a cluster that should start warm has clients that only lend memory
+(docs/kv-cache.md).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sapwood_worker.core.cache.storage.url import StorageUrl
 _CONNECT_SECONDS = 2.0
 _SETUP_SECONDS = 20.0
 _BUFFER_BYTES = 16 << 20
-"""Bytes of the client's own buffer, for calls without registered memory; all of ours bring it."""
+"""Bytes of the client's own buffer, for calls without registered memory; Sapwood's calls all use registered memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class MooncakeOptions:
         metadata: URL of the metadata server.
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices, separated by commas; empty: all.
-        host: Address by which the other clients reach this one; empty: that from which it reaches the master.
+        host: Address by which the other clients reach this one; empty: the local address of its connection to the master.
         lend_bytes: Memory that this client lends to the store.
     """
 
@@ -77,7 +78,7 @@ class MooncakeStorage:
         patience: Seconds within which the store must take a client.
 
     Raises:
-        StorageError: The package is not there, or the store does not answer.
+        StorageError: The package is not installed, or the store does not answer.
     """
 
     def __init__(self, options: MooncakeOptions, patience: float = _SETUP_SECONDS) -> None:
@@ -133,7 +134,7 @@ class MooncakeStorage:
         return [code == 0 for code in codes]
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes by force: an object that was read a moment ago is leased, and would stay otherwise."""
+        """Removes by force, because an object that was just read is leased and would stay otherwise."""
         self._store.batch_remove(list(names), True)
 
     def clear(self, namespace: str) -> None:
@@ -170,7 +171,7 @@ sys.exit(min(255, abs(code)))
 
 
 def _try_out(options: MooncakeOptions, own_address: str, patience: float) -> None:
-    """Tries, in a process of its own that may hang, whether the store takes a client.
+    """Tries whether the store accepts a client, in a separate process that may hang.
 
     Raises:
         StorageError: It does not within ``patience`` seconds.

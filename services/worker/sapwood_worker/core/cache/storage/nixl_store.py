@@ -1,12 +1,12 @@
 """NIXL as the third tier: NVIDIA's transfer library moves host records to and from files or an object store, in place.
 
 Two of its plugins are stores. ``POSIX`` moves bytes between memory and open files, many at once through the kernel's
-asynchronous interface; where the files are and when they go is ours (:class:`ObjectFolder`), so a folder may be shared with the
-``file`` store. ``OBJ`` speaks S3; what is in the bucket and for how long is the bucket's affair.
+asynchronous interface; Sapwood chooses the files' paths and removes files (:class:`ObjectFolder`), so a folder may be shared
+with the ``file`` store. ``OBJ`` speaks S3; the bucket decides how long objects live.
 
-One agent serves all threads: NIXL locks it. Its calls let the interpreter go while they work. A transfer is over when NIXL says
-so and not before; nothing gives up on one, since its buffers may be written to until then. That matters most when something goes
-wrong: a page that has been given to somebody else must not be written to by a late answer.
+One agent serves all threads: NIXL locks it. Its calls release the interpreter's lock while they work. A transfer is over only
+when NIXL says so; no caller gives up earlier, since NIXL may write to its buffers until then. Otherwise a late answer could
+overwrite a page that has a new owner.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NixlAgent:
             raise StorageError(f"NIXL's plugin {plugin} does not start: {error}") from error
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Says in which memory the buffers of all moves lie. Raises StorageError."""
+        """Registers the memory in which the buffers of all moves lie. Raises StorageError."""
         try:
             self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM", [self._plugin])
         except Exception as error:
@@ -186,7 +186,7 @@ class NixlFileStorage(FileStorage):
     """Moves the bytes of a folder's files by NIXL's plugin POSIX.
 
     Raises:
-        StorageError: The folder cannot be made, or NIXL is not there.
+        StorageError: The folder cannot be made, or NIXL is not installed.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
@@ -217,7 +217,7 @@ class NixlObjectStorage:
     """Implements :class:`~sapwood_worker.core.cache.storage.backend.StorageBackend` in a bucket, by NIXL's plugin OBJ.
 
     Args:
-        bucket: The bucket, which is there.
+        bucket: The bucket, which must exist.
         settings: The plugin's settings, beyond the bucket. Credentials are found where AWS's own tools look for them.
 
     Raises:
@@ -243,7 +243,7 @@ class NixlObjectStorage:
         return self._agent.move("READ", self._targets(names, buffers), buffers)
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """An object that is there already is written again, with the same content."""
+        """An existing object is written again, with the same content."""
         return self._agent.move("WRITE", self._targets(names, buffers), buffers)
 
     def remove(self, names: Sequence[str]) -> None:
@@ -261,12 +261,12 @@ class NixlObjectStorage:
         """Closes nothing: the agent ends with the last reference to it."""
 
     def _targets(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[Target]:
-        """The objects' descriptors, each with a new number: NIXL tells objects apart by it until the transfer has ended."""
+        """The objects' descriptors, each with a new number: NIXL identifies objects by it until the transfer has ended."""
         return [(0, len(buffer), next(self._numbers), name) for name, buffer in zip(names, buffers, strict=True)]
 
 
 def nixl_library() -> Any:
-    """NIXL's Python interface, from whichever package is installed: on the host they work with any CUDA version.
+    """NIXL's Python interface, from any of its packages that is installed: for host memory they work with any CUDA version.
 
     Raises:
         ImportError: No package is.

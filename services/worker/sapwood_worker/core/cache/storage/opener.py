@@ -1,7 +1,7 @@
-"""Opens stores at start-up and at run time, and measures from how many pages on fetching beats computing.
+"""Opens stores at start-up and at run time, and measures the least number of pages that are fetched faster than computed.
 
-Both are measured: the seconds that computing a token takes, by running some (``measure_prefill``), and the seconds that the store
-takes for one page and for several test pages. Fetching n pages takes ``fixed + n * each``; it pays from
+Two times are measured: the seconds to compute a token, by running the model (``measure_prefill``), and the seconds that the
+store takes for one test page and for several. Fetching n pages takes ``fixed + n * each``; it pays from
 ``n > fixed / (seconds to compute a page - each)`` on, and never if the store is slower than the model.
 """
 
@@ -33,12 +33,12 @@ _PROBE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
-    """What opening a store needs to know of its worker.
+    """The facts about a worker that opening a store needs.
 
     Attributes:
         pool: The host pages.
         page_size: Tokens in a page.
-        identity: Returns what the content of pages depends on besides tokens; may take long.
+        identity: Returns everything besides tokens that the content of pages depends on; may take long.
         seconds_per_token: Seconds that computing a token takes.
         min_tokens: Fewer tokens than this are not fetched; None: measured.
     """
@@ -51,7 +51,8 @@ class StorageFacts:
 
 
 class StorageOpener:
-    """Attaches stores to a tier. One that does not answer is tried again, at growing intervals, until another takes its place.
+    """Attaches stores to a tier. A store that does not answer is tried again, at growing intervals, until another store replaces
+    it.
 
     Args:
         tier: The tier.
@@ -72,12 +73,12 @@ class StorageOpener:
 
     @property
     def url(self) -> str:
-        """The store that is attached or is to be; empty: none."""
+        """The URL of the store that is attached or being opened; empty: none."""
         return self._url
 
     @property
     def error(self) -> str:
-        """Why the store could not be opened; empty: it could, or nobody knows yet."""
+        """Why the store could not be opened; empty: it is open, or still being opened."""
         return self._error
 
     @property
@@ -86,11 +87,11 @@ class StorageOpener:
         return self._executor is not None
 
     def open(self, url: str, done: Callable[[str], None] | None = None) -> None:
-        """Detaches the store there is and has this one opened; :meth:`poll` attaches it.
+        """Detaches the present store and begins to open this one; :meth:`poll` attaches it.
 
         Args:
             url: The store's URL, as ``factory.parse_storage`` takes it.
-            done: Called in :meth:`poll` after the first try, with what went wrong; empty if nothing did.
+            done: Called in :meth:`poll` after the first attempt, with the error; empty if it succeeded.
 
         Raises:
             ConfigError: It is not a store's URL; nothing has changed.
@@ -196,7 +197,7 @@ def break_even(fixed: float, each: float, compute: float) -> int:
 
 
 def measure_prefill(runner: Runner, page_size: int, counts: Sequence[int], most_tokens: int) -> float:
-    """Seconds that computing a token of a prompt takes; runs the model twice, before any request is let in.
+    """Seconds that computing a token of a prompt takes; runs the model twice, before any request is accepted.
 
     Args:
         runner: Runs it.
@@ -243,7 +244,7 @@ def _measure_store(backend: StorageBackend, pool: HostPool, namespace: str) -> t
 
 
 def _store_id(backend: StorageBackend, pool: HostPool, namespace: str) -> str:
-    """The store's id: the content of an object in it, which the first worker to come writes. Overwrites a scratch page.
+    """The store's id: the content of an object in it that the first worker writes. Overwrites a scratch page.
 
     A URL would not do: on another machine the same path may be another folder.
     """

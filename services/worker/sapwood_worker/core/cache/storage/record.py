@@ -1,7 +1,7 @@
 """The header of a host record. A reader checks the record by it.
 
-The header says what the object is (page hash, proof of the tokens, namespace, length) and ends in a checksum over all
-of that and the content. A record that was cut short, changed, mixed up, or written by another model, another layout or
+The header names the object (page hash, proof of the tokens, namespace, length) and ends in a checksum over the header and the
+content. A record that was cut short, changed, mixed up, or written by another model, another layout or
 another tenant does not pass :func:`verify`. O(bytes), at the speed of xxh3.
 """
 
@@ -18,9 +18,9 @@ from sapwood_worker.core.cache.page_key import PageKey
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
 
 PAGE_FORMAT = 1
-"""What bytes a page of the same model, dtype and layout holds. A version of Sapwood in which they mean something else (another
-order of them, other rotary positions, scaled keys) counts this up: it then finds no pages of earlier ones, in no store and at no
-worker. ``tests/worker/tiers/test_page_format.py`` notices where that was forgotten."""
+"""The version of a page's byte format for one model, dtype and layout. A version of Sapwood that changes the format (another
+order, other rotary positions, scaled keys) raises this number: it then finds no pages of earlier versions, in stores or at
+workers. ``tests/worker/tiers/test_page_format.py`` fails if that was forgotten."""
 _MAGIC = b"SAPWKV%02d"
 _FIELDS = struct.Struct("<8s16s32s16sQ")
 _CHECKSUM_BYTES = 16
@@ -30,7 +30,7 @@ def page_namespace(identity: str, page_size: int, object_bytes: int) -> str:
     """The namespace of pages in stores.
 
     Args:
-        identity: What pages hold besides tokens, as their runner says it.
+        identity: Everything besides tokens that pages depend on, from their runner.
         page_size: Tokens in a page.
         object_bytes: Bytes of a page's content.
     """
@@ -38,7 +38,7 @@ def page_namespace(identity: str, page_size: int, object_bytes: int) -> str:
 
 
 def handoff_namespace(identity: str, page_size: int, object_bytes: int) -> str:
-    """The same of pages that workers hand to each other."""
+    """The namespace of pages in KV transfers between workers."""
     return namespace_of(f"handoff {PAGE_FORMAT}", identity, page_size, object_bytes)
 
 
@@ -53,7 +53,7 @@ def object_name(namespace: str, key: PageKey) -> str:
 
 
 def seal(record: memoryview, key: PageKey, namespace: str) -> None:
-    """Writes a record's header, for the content that is in it now."""
+    """Writes a record's header for its present content."""
     record[:HEADER_BYTES] = header_of(record, key, namespace)
 
 
@@ -64,7 +64,7 @@ def header_of(record: memoryview, key: PageKey, namespace: str) -> bytes:
 
 
 class Sealer:
-    """Makes a record's header while its content comes.
+    """Makes a record's header while its content arrives.
 
     Args:
         record: The record.
@@ -102,12 +102,12 @@ def verify(record: memoryview, key: PageKey, namespace: str) -> bool:
 def take_good(
     pool: HostPool, batch: Sequence[HostPage], read: Sequence[bool], records: Sequence[memoryview], namespace: str
 ) -> list[bool]:
-    """Makes pages of the objects that were read and pass their check; returns which.
+    """Turns the objects that were read and pass their check into pages; returns which ones passed.
 
     Args:
         pool: The pages' memory.
         batch: The pages.
-        read: Whether anything was read for each.
+        read: For each page, whether an object was read.
         records: What.
         namespace: Of all.
     """

@@ -23,7 +23,7 @@ _KINDS: dict[str, Callable[[StorageUrl], Open]] = {
 
 
 def parse_storage(text: str) -> Open:
-    """What opens the store of a URL. Parsing neither blocks nor opens anything.
+    """Returns a function that opens the store of a URL. Parsing neither blocks nor opens anything.
 
     Raises:
         ConfigError: It is not such a URL; the message says what is wrong with it.

@@ -1,4 +1,4 @@
-"""The third tier as the scheduler sees it, and what a worker knows the store to hold."""
+"""The third tier as the scheduler sees it, and the pages that a worker knows to be in the store."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from sapwood_worker.records.kv_events import BlockRemoved, BlockStored
 
 # The third tier as the scheduler sees it: pages go to a store from the second tier and come back while a request
 # queues.
-#
-# For a request that is let in, pages that the first two tiers lack are *prefetched*: the store is asked how many of the
+# For an accepted request, pages that the first two tiers lack are *prefetched*:
+# the store is asked how many of the
 # request's next pages it has, host pages are reserved for them (``host.py``), and they are read in batches. Whether the
 # request waits for them: ``best_effort`` no; ``timeout`` until a time that grows with the prompt; ``wait_complete``
-# until all is there (a minute at most).
+# until all pages are there (a minute at most).
 #
-# Nothing here blocks: calls to the store run in other threads (``backend.py``). Whatever a store does, what it returned
-# is checked byte by byte (``record.py``), and a request is released in time.
+# Nothing here blocks: calls to the store run in other threads (``backend.py``). Every page from a store # is checked byte by
+# byte (``record.py``), and a request is released in time even if the store hangs.
 #
 # Bound: prefetches hold at most ``share`` of the host pages; writes to the store pin at most the same number again.
 
 
-# What a worker knows the store to hold, so that its KV events can tell of it (medium CPU_TIER2).
+# The pages that a worker knows to be in the store, for its KV events (medium CPU_TIER2).
+# Other workers share the store and remove pages from it: a page is known if the worker has written, read or found it and not #
+# missed it since. A page is known only while the page before it is known, so the known pages of a prompt are a prefix.
 #
-# The store is shared and others remove from it: a page is known if the worker has written, read or found it and not
-# missed it since. It is known only while the page before it is, so that what is known of a prompt is a prefix.
-#
-# Algorithm: a tree by parent hashes. Beyond the bound the least recently seen leaf goes; a page that turns out to be
-# missing goes with all that follow it. Complexity: O(1) a page to add or touch, O(log pages) to drop. Bound: ``most``
-# pages.
+# Algorithm: a tree by parent hashes. Above the bound the least recently seen leaf is forgotten; a page that turns out to be #
+# missing is forgotten with all pages that follow it. Complexity: O(1) a page to add or touch, O(log pages) to drop. Bound:
+# ``most`` pages.
 
 
 @dataclass(slots=True, eq=False)
@@ -75,11 +74,11 @@ class KnownObjects:
         return name in self._pages
 
     def announce(self, events: KvEventLog) -> None:
-        """Has ``events`` record what becomes known and unknown; until then nothing is remembered."""
+        """Records pages that become known and unknown in ``events``; before this call nothing is remembered."""
         self._events = events
 
     def add(self, names: Sequence[PageName]) -> None:
-        """Notes that the store has these pages; those that follow an unknown one are passed over."""
+        """Notes that the store has these pages; pages after an unknown one are ignored."""
         if self._events is None:  # nobody asks
             return
         self._tick += 1
@@ -157,12 +156,12 @@ _LONGEST_WAIT = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchOptions:
-    """How requests wait for what is in the store.
+    """How requests wait for pages in the store.
 
     Attributes:
-        policy: Whether a request waits, as the module says.
-        timeout: Seconds that ``timeout`` waits for any prompt.
-        timeout_per_1k: Seconds that it waits more for each 1000 tokens that are looked for.
+        policy: Whether a request waits; the module's docstring explains the policies.
+        timeout: With the policy ``timeout``, the seconds to wait for any prompt.
+        timeout_per_1k: With the policy ``timeout``, the additional seconds for each 1000 tokens that are looked for.
         share: The most of the host pages that prefetches hold at once.
     """
 
@@ -182,8 +181,8 @@ class StorageCounters:
         missing: Pages asked for, but gone.
         written: Pages written, or there already.
         dropped: Pages not written: too many writes were pending, or the store was failing.
-        skipped: Requests that were not looked up because the store was failing or no host pages were left for it.
-        timeouts: Requests that stopped waiting before all was there.
+        skipped: Requests that were not looked up because the store was failing or no host pages were left for them.
+        timeouts: Requests that stopped waiting before all their pages were there.
         seconds_reading: Seconds that reads took, summed over calls.
         seconds_writing: Seconds that writes took, summed likewise.
     """
@@ -224,8 +223,8 @@ class StorageTier:
     Attributes:
         counters: What has happened so far.
         connection: The attached store; None: there is none.
-        arrivals: The pages that are prefetched; its ``settle`` ends a prefetch.
-        known: The pages that it is known to hold.
+        arrivals: The pages that are being prefetched; its ``settle`` ends a prefetch.
+        known: The pages that are known to be in the store.
         page_bytes: Bytes of the content of a page's object.
     """
 
@@ -253,7 +252,7 @@ class StorageTier:
 
     @property
     def store_id(self) -> str:
-        """Names the attached store for all who share it; empty: there is none, or nothing is read from it."""
+        """The attached store's name, equal for all workers that share it; empty: there is none, or nothing is read from it."""
         connection = self.connection
         return connection.store_id if connection is not None and connection.worthwhile else ""
 
@@ -265,7 +264,7 @@ class StorageTier:
         )
 
     def attach(self, connection: Connection) -> None:
-        """Has pages come from and go to this store; detaches the one before."""
+        """Reads pages from this store and writes pages to it from now on; detaches the store before."""
         self.detach()
         self.connection = connection
 
@@ -300,7 +299,7 @@ class StorageTier:
         return True
 
     def write(self, entries: Sequence[HostPage]) -> None:
-        """Has ready pages of the second tier written to the store; does not wait."""
+        """Queues writes of ready second-tier pages to the store; does not wait."""
         connection = self.connection
         if connection is None:
             return
@@ -315,7 +314,7 @@ class StorageTier:
             )
 
     def clear(self, done: Callable[[str], None]) -> None:
-        """Has this model's objects removed; a later :meth:`poll` calls ``done`` with what went wrong, empty if nothing did."""
+        """Begins to remove this model's objects; a later :meth:`poll` calls ``done`` with the error, empty if it succeeded."""
         connection = self.connection
         if connection is None:
             done("no store is attached")
@@ -333,7 +332,7 @@ class StorageTier:
         connection.call(job, ended, urgent=True)
 
     def poll(self) -> list[int]:
-        """Takes the ends of calls; returns the requests that need not wait any longer."""
+        """Collects finished calls; returns the requests that no longer need to wait."""
         for connection in (*self._closing, *(() if self.connection is None else (self.connection,))):
             connection.poll()
         for connection in [each for each in self._closing if not each.pending]:
@@ -393,7 +392,7 @@ class StorageTier:
         with self._pool.arriving([entry.page for entry in batch]) as records:
             read = connection.backend.get(names, records)
             good = take_good(self._pool, batch, read, records, connection.namespace)
-        # The store said that it has all of these. One that is bad, or cannot be read, would keep a good one from being written.
+        # The store claims to have all of these. A bad or unreadable object would keep a good one from being written.
         useless = [name for name, fine in zip(names, good, strict=True) if not fine]
         if useless:
             with contextlib.suppress(StorageError):
@@ -413,7 +412,8 @@ class StorageTier:
             self.counters.seconds_reading += fetched.seconds
 
     def _put(self, connection: Connection, batch: list[HostPage]) -> tuple[list[bool], float]:
-        """Seals and writes pages, in a thread of the executor; returns whether each is there now, and the seconds it took."""
+        """Seals and writes pages, in a thread of the executor; returns for each page whether the store has it now, and the
+        seconds it took."""
         began = self._clock()
         names = [object_name(connection.namespace, entry.key) for entry in batch]
         with self._pool.objects([entry.page for entry in batch]) as records:

@@ -11,7 +11,7 @@ _GIB = 1 << 30
 
 
 class StorageUrl:
-    """A URL, from which a kind of store takes its settings one by one, and then says :meth:`finish`.
+    """A URL. A kind of store takes its settings from it one by one, and then calls :meth:`finish`.
 
     Raises:
         ConfigError: It is no URL.
@@ -48,7 +48,7 @@ class StorageUrl:
         """The absolute folder that the path names, and the most bytes it is to hold (``size_gb``).
 
         Args:
-            shown: How such a URL looks, for errors.
+            shown: An example of such a URL, for errors.
 
         Raises:
             ConfigError: The path is not absolute, or the size is not above 0.

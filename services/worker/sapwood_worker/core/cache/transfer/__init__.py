@@ -1,1 +1,2 @@
-"""Pages of a prompt pass from the worker that computed it to the one that generates. Knows neither torch nor gRPC."""
+"""KV transfers: pages of a prompt pass from the worker that computed it to the one that generates. Uses neither torch nor
+gRPC."""

@@ -1,7 +1,7 @@
-"""Pages out of the GPU of another process of the same host.
+"""Reads pages from the GPU of another process on the same host.
 
-Memory that somebody has open is not freed when its process ends, so that this one's successor would find too little: each pool is
-closed when its process has ended and no read is under way.
+GPU memory that another process has open is not freed when its owner ends, so the owner's successor would find too little. So a
+reader closes each pool when the pool's process has ended and no read is under way.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Peers:
         self._memory = memory
         self._lock = threading.Lock()
         self._peers: dict[bytes, _Peer | None] = {}
-        """Exported pool, as it is known among processes -> that pool opened here; None: it could not be opened."""
+        """For each exported pool's name among processes, the pool opened here; None: it could not be opened."""
 
     @contextlib.contextmanager
     def reading(self, exported: bytes) -> Iterator[PeerPool]:
-        """A pool, which stays open meanwhile.
+        """Opens a pool, which stays open within the block.
 
         Args:
             exported: What :meth:`~sapwood_worker.model.pools.peer_pages.OwnPool.export` gave.
@@ -110,21 +110,20 @@ class Peers:
                 peer.pool.close()
 
 
-# Pages out of the source's GPU, within a host: the reader's copy engines take them from there, into its own GPU's pages
-# or into its host pages.
-#
-# 1. The source says how other processes reach its device pool, and where in it each page lies. That is known of a page
-#   that was copied to host memory, as long as the device's page has not been given to another (its epoch tells).
+# Pages from the source's GPU, within a host: the reader's copy engines copy them from there into its own GPU's pages # or into
+# its host pages.
+# 1. The source says how other processes reach its device pool, and where in it each page lies. The place of a page copied to #
+# host memory is known as long as the device page has no new owner (its epoch shows this).
 # 2. It says which pages and which layers are there, with their headers, as for shared memory (``wire.py``).
 # 3. The reader copies and says that it is done.
-# 4. The source says for each page whether both, the host's and the device's, still were what they are named for.
+# 4. The source says for each page whether the host page and the device page both still had their named content.
 #
 # Pages that are not on the device, and sources on another machine, without this backend or without a GPU, are read as
 # ``SameHostBackend`` reads them.
 
 
 _WHERE = struct.Struct("<16sI")
-"""The boot's name, and how many bytes follow that say what the pool is; 0: there is no such lease. Zeros alone: no pool."""
+"""The boot's name, and the length of the pool's description that follows; 0: there is no such lease. All zeros: no pool."""
 _PLACE = struct.Struct("<i")
 _MOST_BYTES = 1 << 20
 
@@ -133,15 +132,15 @@ class ExportedPages(NamedTuple):
     """A source's device pool.
 
     Attributes:
-        exported: What it is among processes.
-        epoch_of: How often a page of it was allocated: that goes up before anything is written there for another.
+        exported: The pool's name among processes.
+        epoch_of: How often a page of the pool was allocated: the number rises before the page is written for a new owner.
     """
 
     exported: bytes
     epoch_of: Callable[[int], int]
 
     def place(self, lease: Lease, index: int) -> int:
-        """The device's page of a ticket's page; -1: none, or no more."""
+        """The device page of a ticket's page; -1: there is none (any more)."""
         if index >= len(lease.keys) or lease.entries[index].device is None:
             return -1
         page, epoch = lease.entries[index].device or (0, 0)
@@ -203,8 +202,8 @@ class CudaIpcBackend:
         targets: Callable[[list[int]], Targets],
         take: Callable[[int, bytes], bool],
     ) -> list[bool | None]:
-        """Reads to ``targets`` of the pages with some numbers; ``take`` looks at a page's header or proof and says whether it is
-        good. Returns whether each page was had; None: it is not in the source's GPU."""
+        """Reads the ticket's pages ``indices`` into ``targets``; ``take`` checks a page's header or proof. Returns for each page
+        whether it was read; None: it is not in the source's GPU."""
         with dialled(ticket, way, indices, self._tls) as wire:
             name, length = _WHERE.unpack(wire.receive(_WHERE.size))
             if name != boot_name() or length > _MOST_BYTES:
@@ -268,7 +267,7 @@ def send_where(
     *,
     sealed: bool,
 ) -> None:
-    """The source's side; ``sealed``: with checksums, for a reader whose host pages are read into."""
+    """The source's side; ``sealed``: with checksums, for a reader that reads into host pages."""
     if device is None or not device.exported:
         wire.send(_WHERE.pack(bytes(16), 0))
         return

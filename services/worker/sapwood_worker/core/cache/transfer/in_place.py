@@ -1,13 +1,13 @@
-"""What a backend does whose reader takes pages out of the source's memory itself, by a transfer engine of somebody else.
+"""The protocol of backends whose reader reads the source's memory itself, with a third-party transfer engine.
 
-1. The source says what the engine's reader needs to know, where its host pages begin, and for each page whether it has it, with
-   the sealed header if so. Only the holder of a valid ticket gets them, because with them one can read all of the source's host
-   pages.
-2. The reader has its engine read the pages into its host pages, in place, and says that it is done.
-3. The source says for each page that it had whether it still was what the ticket says.
+1. The source sends what the reader's engine needs, the address of its host pages, and for each page whether it has the page,
+   with the sealed header if so. Only the holder of a valid ticket gets them, because with them one can read all of the source's
+   host pages.
+2. The reader's engine reads the pages into its host pages, in place, and the reader says that it is done.
+3. The source says for each page that it had whether the page still had the ticket's content.
 
-A transfer is over when its engine says so and not before: NIXL 1.5 and Mooncake 0.3.13 over TCP still write for reads that were
-given up on, once a stopped source continues. So a read lasts as long as its transfer, its pages stay reserved, and ``Room`` keeps
+A transfer is over only when its engine says so: NIXL 1.5 and Mooncake 0.3.13 over TCP still write for reads that were abandoned,
+once a stopped source continues. So a read lasts as long as its transfer, its pages stay reserved, and ``Room`` keeps
 threads free for other sources. Its request waits no longer than its patience.
 """
 
@@ -74,11 +74,11 @@ def read_in_place(
     Args:
         wire: A connection on which pages were asked for.
         ticket, indices, buffers: As in :meth:`~sapwood_worker.core.cache.transfer.transfer_backend.TransferBackend.read`.
-        move: Takes what the source's engine says of itself, the pieces of memory to fill here, and those to read there. When it
-            returns, or raises TransferError, nothing is written any more.
+        move: Takes the source engine's metadata, the pieces of memory to fill here, and those to read there. After it returns,
+            or raises TransferError, nothing is written any more.
 
     Raises:
-        TransferError: The source has no such engine, or not all was read.
+        TransferError: The source has no such engine, or not all pages were read.
     """
     where = wire.receive(_WHERE.size)
     if where == _NO_TICKET:
@@ -116,7 +116,7 @@ def wait_until_over(wire: Wire, is_over: Callable[[], bool]) -> None:
 
 
 class Room:
-    """How many reads there are from each source. For any thread."""
+    """Counts the reads under way from each source. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class Room:
 
 
 def refuse_tls(backend: str, tls: PageTls | None) -> None:
-    """Refuses to pass pages on in plain text where all else is encrypted.
+    """Refuses to send pages in plain text if all other traffic is encrypted.
 
     Raises:
         ConfigError: There are files for TLS.

@@ -1,4 +1,4 @@
-"""The source's side of KV transfers: which prompts are offered, and whose pages are kept for whom until when.
+"""The source's side of KV transfers: which prompts are offered, and which pages are kept for how long.
 
 States of a transfer::
 
@@ -7,17 +7,18 @@ States of a transfer::
        '--aborted--> (gone)              '--aborted, late--> (gone)                   '--released, late, or-----'----> (gone)
                                                                                            aborted
 
-A prompt is offered with its first chunk, and its pages are announced as they come, so that they are read while the rest is
-computed. Pages of a long chunk are announced when it begins, so that they are read layer by layer (``wire.py``). A prompt of
-one short chunk goes from OFFERED to LEASED. An announced lease that nobody renews ends like any other; the next pages begin a
-new one.
+A prompt is offered with its first chunk, and its pages are announced as they are computed, so that they are read while the rest
+is computed. Pages of a long chunk are announced when it begins, so that they are read layer by layer (``wire.py``). A prompt of
+one short chunk goes from OFFERED to LEASED. An announced lease that is not renewed ends like any other; the next pages begin a
+new lease.
 
 A lease pins its pages, so that nothing evicts them. Pins are bounded: where pages find no room, leases whose pages have all been
-read give theirs back, oldest first. Such pages stay readable until somebody else needs the room; a page's epoch tells.
+read give theirs back, oldest first. Such pages stay readable until the room is needed; a page's epoch shows whether it still has
+its content.
 
 The router, which passed a lease's ticket on, renews the lease while the request may still need it; else it ends ``lease_seconds``
-later. All is single-threaded but :meth:`TransferLeases.readable`, which the threads that serve reads call before and after they
-read a page.
+later. Everything is single-threaded except :meth:`TransferLeases.readable`: the threads that serve reads call it before and
+after they read a page.
 
 Complexity: O(pages) an offer, O(leases) a poll, O(offers) the tickets.
 """
@@ -42,7 +43,7 @@ from sapwood_worker.records.handoff import HandoffTicket
 LEASE_SECONDS = 1.5
 """An idle scheduler looks at leases every half second, so that pages are free within two seconds of the last renewal."""
 _OFFER_SECONDS = 1.0
-"""Copies to the host's memory take milliseconds; an offer that still waits for one after so long goes without."""
+"""Copies to host memory take milliseconds; an offer that has waited this long for a copy is sent without the page."""
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class LeaseCounters:
         pages: Pages they named.
         renewals: How many leases were renewed.
         expired: Leases that ended because nobody renewed them.
-        unpinned: Leases whose pins were taken for another.
+        unpinned: Leases whose pins were taken for another lease.
     """
 
     tickets: int = 0
@@ -66,7 +67,8 @@ class LeaseCounters:
 
 @dataclass(slots=True)
 class _Offer:
-    """A prompt whose pages are being computed or copied to the host; ``until``: when copies are given up, once it is computed."""
+    """A prompt whose pages are being computed or copied to the host; ``until``: after it is computed, when to stop waiting for
+    copies."""
 
     keys: list[PageKey]
     until: float | None = None
@@ -81,7 +83,7 @@ class Lease:
         ticket: The ticket, of all pages so far.
         keys: Its pages' keys.
         until: When it ends, unless it is renewed.
-        entries: Its pages. They are in place when they are ready, and lost when their epoch is another.
+        entries: Its host pages. They are in place when they are ready, and lost when their epoch has changed.
         pinned: Those of them that are pinned.
         unread: Places in the ticket that were not read yet. Reading threads take from it.
     """
@@ -96,14 +98,14 @@ class Lease:
 
 
 class TransferLeases:
-    """The ledger of a worker that hands prompts off.
+    """The ledger of a worker that offers KV transfers.
 
     Args:
         host: The second tier, in which pages are kept.
         page_size: Tokens in a page.
-        fingerprint: What pages hold besides tokens.
+        fingerprint: A hash of everything besides tokens that pages depend on.
         epoch: This process's epoch.
-        source: Where pages are read, as tickets say it.
+        source: The address for reading pages, as tickets name it.
         share: The most of the host pages that leases pin.
         clock: Seconds, monotonic.
         lease_seconds: How long a lease lasts.
@@ -144,12 +146,12 @@ class TransferLeases:
 
     @property
     def offering(self) -> bool:
-        """Whether an offer that has been computed waits for its pages."""
+        """Whether a computed offer still waits for its pages."""
         return any(offer.until is not None for offer in self._offers.values())
 
     @property
     def num_pinned(self) -> int:
-        """Pages that leases pin; one counts for each lease that pins it."""
+        """How many pages leases pin; a page counts once for each lease that pins it."""
         return sum(len(lease.pinned) for lease in self._leases.values())
 
     @property
@@ -158,7 +160,8 @@ class TransferLeases:
         return len(self._leases)
 
     def offer(self, serial: int, prompt: array[int], namespace: bytes) -> None:
-        """Offers the whole pages of a prompt that is being computed; :meth:`poll` tells of them as they come. May be repeated.
+        """Offers the whole pages of a prompt that is being computed; :meth:`poll` announces them as they are computed. May be
+        repeated.
 
         Args:
             serial: The request.
@@ -171,30 +174,30 @@ class TransferLeases:
             self.offer_pages(serial, chain.keys)
 
     def offer_pages(self, serial: int, keys: list[PageKey]) -> None:
-        """Offers as :meth:`offer` does, for a caller that knows the keys of the pages."""
+        """Does what :meth:`offer` does, for a caller that knows the keys of the pages."""
         if serial not in self._offers:
             self._offers[serial] = _Offer(keys)
 
     def computed(self, serial: int) -> None:
-        """All of an offered prompt has been computed; :meth:`poll` answers with the ticket."""
+        """Notes that an offered prompt has been wholly computed; :meth:`poll` returns its ticket."""
         self._offers[serial].until = self._clock() + _OFFER_SECONDS
 
     def withdraw(self, serial: int) -> None:
-        """Takes an offer back if it has not been computed, since its request has ended."""
+        """Withdraws an offer that has not been computed, because its request has ended."""
         if (offer := self._offers.get(serial)) is not None and offer.until is None:
             self.cancel(serial)
 
     def cancel(self, serial: int) -> bool:
-        """Takes an offer back, since its request was aborted; returns whether it had no ticket yet.
+        """Withdraws an offer, because its request was aborted; returns true if it had no ticket yet.
 
-        An abort that meets the ticket on its way says that the ticket reaches nobody: its lease ends, too.
+        If the ticket is already on its way, it will not reach anybody, so its lease ends too.
         """
         if (lease := self._by_serial.get(serial)) is not None:
             self._end(lease)
         return self._offers.pop(serial, None) is not None
 
     def poll(self) -> list[tuple[int, HandoffTicket, bool]]:
-        """Ends the leases whose time is over, and returns as :meth:`tickets`. To be called when all renewals that have come were
+        """Ends the leases whose time is over, and returns what :meth:`tickets` returns. Call it after all received renewals were
         taken."""
         now = self._clock()
         for lease in [each for each in self._leases.values() if each.until <= now]:
@@ -203,11 +206,11 @@ class TransferLeases:
         return self.tickets()
 
     def tickets(self) -> list[tuple[int, HandoffTicket, bool]]:
-        """What there is to be told of.
+        """The new tickets and announcements.
 
         Returns:
-            Requests, tickets, and whether each is complete: it names all pages that there are, and no other follows. Else it
-            names those that have come since the last one.
+            Requests, tickets, and whether each ticket is complete. A complete ticket names all pages, and no other follows. Any
+            other ticket names the pages since the last one.
         """
         now = self._clock()
         given = []
@@ -240,7 +243,7 @@ class TransferLeases:
                 self._end(lease)
 
     def lost(self, entries: Iterable[HostPage]) -> list[bytes]:
-        """Ends the leases of pages whose content does not come; returns their transfers' ids."""
+        """Ends the leases of pages whose content will not arrive; returns their transfer ids."""
         gone = set(map(id, entries))
         ended = [
             lease
@@ -256,13 +259,13 @@ class TransferLeases:
         return self._leases.get(transfer_id) if epoch == self.epoch else None
 
     def readable(self, lease: Lease, index: int) -> bool:
-        """Whether the ``index``-th page of a ticket is what the ticket says. What was read is good only if this is still so
-        afterwards. May be called from any thread: a page's epoch goes up before anything is written to it for another."""
+        """Whether the ``index``-th page of a ticket still has the ticket's content. A read is good only if this is true before
+        and after it. May be called from any thread: a page's epoch rises before the page is written for a new owner."""
         page, epoch = lease.ticket.places[index]
         return self._leases.get(lease.ticket.transfer_id) is lease and self._host.epoch_of(page) == epoch
 
     def was_read(self, lease: Lease, index: int) -> None:
-        """Notes that somebody has the ``index``-th page of a ticket. May be called from any thread."""
+        """Notes that a reader has the ``index``-th page of a ticket. May be called from any thread."""
         lease.unread.discard(index)
 
     def pins(self) -> dict[int, int]:
@@ -298,7 +301,7 @@ class TransferLeases:
         lease.unread.update(range(len(lease.keys), len(lease.keys) + len(kept)))
         lease.ticket.page_hashes.extend(entry.key.hash for entry in kept)
         lease.ticket.places.extend((entry.page, self._host.epoch_of(entry.page)) for entry in kept)
-        lease.keys += [entry.key for entry in kept]  # last: other threads read what it reaches
+        lease.keys += [entry.key for entry in kept]  # last, because other threads then read the fields set above
         self.counters.pages += len(kept)
         return lease
 
@@ -312,15 +315,15 @@ class TransferLeases:
 
 
 def _since(ticket: HandoffTicket, first: int) -> HandoffTicket:
-    """What a ticket says of the pages from ``first`` on."""
+    """The part of a ticket about the pages from ``first`` on."""
     return replace(ticket, page_hashes=ticket.page_hashes[first:], places=ticket.places[first:], first_page=first)
 
 
-# What a source of pages answers from: its ledger and its host pages.
+# A source of pages: its ledger and its host pages.
 
 
 class PageSource(NamedTuple):
-    """Its parts. All is called from threads of their own.
+    """The parts of a source. Reader threads call all methods.
 
     Attributes:
         leases: Which pages may be read.
@@ -333,11 +336,11 @@ class PageSource(NamedTuple):
     namespace: str
 
     def has(self, lease: Lease, index: int, *, on_device: bool = False) -> bool:
-        """Whether all of a ticket's page is there: in the host's memory, or on the device if it is read from there."""
+        """Whether a ticket's page is wholly there: in host memory, or on the device if it is read from the device."""
         return self._readable(lease, index) and self._filled(lease, index, on_device)
 
     def is_coming(self, lease: Lease, index: int, *, on_device: bool = False) -> bool:
-        """Whether a ticket's page is being computed, or its step's result is not known yet, or it is on its way to where it is
+        """Whether a ticket's page is being computed, or its step's result is not known yet, or it is being copied to where it is
         read."""
         return self._readable(lease, index) and not self._filled(lease, index, on_device)
 
@@ -346,11 +349,11 @@ class PageSource(NamedTuple):
         return self.pool.packed(lease.ticket.places[index][0])
 
     def header(self, record: memoryview, lease: Lease, index: int) -> bytes:
-        """What seals a record's content as it is now."""
+        """The header that seals a record's present content."""
         return header_of(record, lease.keys[index], self.namespace)
 
     def ends(self, lease: Lease, index: int) -> bool:
-        """A page was read: whether it still is what the ticket says."""
+        """After a page was read: returns whether it still has the ticket's content."""
         still = self.leases.readable(lease, index)
         if still:
             self.leases.was_read(lease, index)

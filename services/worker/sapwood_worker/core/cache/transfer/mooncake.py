@@ -1,7 +1,7 @@
-"""Pages by Mooncake's transfer engine: over RDMA where there is any, or TCP.
+"""Reads pages with Mooncake's transfer engine: over RDMA if there is any, else TCP.
 
-Each side's host pages are registered with an engine; what a reader needs to know is the port at which the source's answers. That
-answers anybody who reaches it, without asking for a ticket.
+Each side's host pages are registered with an engine; a reader needs the port of the source's engine. That engine answers anybody
+who reaches it, without a ticket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PORT = struct.Struct("<H")
 
 
 def _mooncake_engine(pool: HostPool, host: str) -> Any:
-    """An engine that knows a pool's memory, and that others reach at an address.
+    """Makes an engine with a pool's memory registered, reachable at an address.
 
     Raises:
         ConfigError: Mooncake is not installed, or does not start.
@@ -46,7 +46,7 @@ def _mooncake_engine(pool: HostPool, host: str) -> Any:
 
 
 class MooncakeSource:
-    """What tells readers how to read a worker's host pages by Mooncake.
+    """Tells readers how to read a worker's host pages with Mooncake.
 
     Args:
         tls: Must be None: Mooncake sends pages as they are.
@@ -62,8 +62,8 @@ class MooncakeSource:
         self._engine = functools.lru_cache(functools.partial(_mooncake_engine, pool))
 
     def __call__(self, host: str) -> bytes:
-        """What a reader needs to know that has reached the worker at an address: an engine tells its own to who connects, so
-        that there is one for each."""
+        """The metadata for a reader that has reached the worker at an address. There is one engine for each address, because an
+        engine sends its own address to whoever connects."""
         with self._lock:
             return _PORT.pack(self._engine(host).get_rpc_port())
 
@@ -73,10 +73,10 @@ class MooncakeBackend:
 
     Args:
         tls: Must be None: Mooncake sends pages as they are.
-        pool: Where the records lie that are read into.
+        pool: The memory of the records that reads fill.
 
     Raises:
-        ConfigError: Mooncake is not there, or pages are to be encrypted.
+        ConfigError: Mooncake is not installed, or pages must be encrypted.
     """
 
     def __init__(self, tls: PageTls | None, pool: HostPool) -> None:
@@ -97,11 +97,11 @@ class MooncakeBackend:
             return read_in_place(wire, ticket, indices, buffers, move)
 
     def _move(self, source: str, here: list[Piece], there: list[Piece], wire: Wire) -> None:
-        """Reads, each page by a transfer of its own: one of several pages is said to have failed with its first page, while
-        others still come. When it returns or raises, all are over.
+        """Reads each page with a transfer of its own, because a transfer of several pages is reported as failed at its first bad
+        page while others still arrive. When this returns or raises, all transfers are over.
 
         Raises:
-            TransferError: Not all was read.
+            TransferError: Not all pages were read.
         """
         engine = self._engine
         begun = [

@@ -1,6 +1,6 @@
-"""Pages by NIXL, NVIDIA's transfer library, over UCX: RDMA where there is any, memory of one host, or TCP.
+"""Reads pages with NIXL, NVIDIA's transfer library, over UCX: RDMA if there is any, shared memory of one host, or TCP.
 
-Each side's host pages are registered with an agent; what a reader needs to know are the metadata of the source's.
+Each side's host pages are registered with an agent; a reader needs the metadata of the source's agent.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _MOST_KNOWN = 64
 
 
 def nixl_agent(pool: HostPool, *, progresses: bool) -> Any:
-    """An agent that knows a pool's memory. Its calls may come from several threads at once: NIXL locks it.
+    """Makes an agent with a pool's memory registered. Several threads may call it at once, because NIXL locks it.
 
     Args:
         pool: The host pages.
-        progresses: Whether a thread of NIXL answers others' reads over transports that want one (a sixth of a core, while idle).
+        progresses: Whether a thread of NIXL answers others' reads over transports that need a thread (a sixth of a core while
+            idle).
 
     Raises:
         ConfigError: NIXL is not installed, or does not start.
@@ -53,14 +54,14 @@ def nixl_agent(pool: HostPool, *, progresses: bool) -> Any:
 
 
 class NixlSource:
-    """What tells readers how to read a worker's host pages by NIXL.
+    """Tells readers how to read a worker's host pages with NIXL.
 
     Args:
         tls: Must be None: NIXL sends pages as they are.
         pool: The host pages.
 
     Raises:
-        ConfigError: NIXL is not there, or pages are to be encrypted.
+        ConfigError: NIXL is not installed, or pages must be encrypted.
     """
 
     def __init__(self, tls: PageTls | None, pool: HostPool) -> None:
@@ -69,13 +70,14 @@ class NixlSource:
         self._metadata: bytes = self._agent.get_agent_metadata()
 
     def __call__(self, host: str) -> bytes:
-        """What a reader needs to know that has reached the worker at an address."""
+        """The metadata for a reader that has reached the worker at an address."""
         return self._metadata
 
 
 @dataclass(eq=False)
 class _Remote:
-    """A source's process. ``broken``: its connection is; ``name``: as the agent knows it, if it does."""
+    """A source's process. ``broken``: whether its connection is broken; ``name``: its name at the agent, if the agent knows
+    it."""
 
     reads: int = 0
     broken: bool = False
@@ -87,10 +89,10 @@ class NixlBackend:
 
     Args:
         tls: Must be None: NIXL sends pages as they are.
-        pool: Where the records lie that are read into.
+        pool: The memory of the records that reads fill.
 
     Raises:
-        ConfigError: NIXL is not there, or pages are to be encrypted.
+        ConfigError: NIXL is not installed, or pages must be encrypted.
     """
 
     def __init__(self, tls: PageTls | None, pool: HostPool) -> None:
@@ -112,11 +114,11 @@ class NixlBackend:
 
     @contextlib.contextmanager
     def _connected(self, metadata: bytes) -> Iterator[_Remote]:
-        """A source that its agent's metadata name, while it is read from."""
+        """The source with these agent metadata, kept connected within the block."""
         with self._room.at(metadata):
             with self._lock:
                 remote = self._remotes.pop(metadata, None) or _Remote()
-                self._remotes[metadata] = remote  # the last: it was used last
+                self._remotes[metadata] = remote  # moved to the end: most recently used
                 self._forget()
                 self._connect(remote, metadata)
                 remote.reads += 1
@@ -138,7 +140,7 @@ class NixlBackend:
             raise TransferError(f"NIXL: {error}") from error
 
     def _forget(self) -> None:
-        """Removes sources that were used longest ago, if there are many."""
+        """Removes the least recently used sources, if there are many."""
         for metadata, remote in list(self._remotes.items())[:-_MOST_KNOWN]:
             if not remote.reads:
                 del self._remotes[metadata]
@@ -154,7 +156,7 @@ class NixlBackend:
         """Reads; when it returns or raises, the transfer is over.
 
         Raises:
-            TransferError: Not all was read.
+            TransferError: Not all pages were read.
         """
         agent = self._agent
         try:

@@ -22,30 +22,28 @@ from sapwood_worker.core.cache.transfer.transfer_backend import PartCount, Trans
 from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES, HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket, log_stage
 
-# Pages of the device that another worker's device fills: so a prompt that is handed off within a host does not pass
-# through the host's memory, and is not copied to the device when its request starts.
+# Device pages that another worker's device fills: so a prompt transferred within a host does not pass # through host memory, and
+# is not copied to the device when its request starts.
 #
 # A page is taken from the prefix cache's room (free or evictable), and a transfer owns it until its request may start.
-# Then pages that follow what is cached of the prompt are shared as if they had been computed here, and the others are
-# given back. Nothing is written to a page until all steps that had been launched when it was taken are over, and every
-# copy of what it held has ended.
-#
-# There is no checksum: what moves the bytes is the device. The source says, after they were read, whether its pages
-# still were what the ticket says (``cuda_ipc.py``). Pages that the source's device does not have any more come through
-# memory of the host, and are checked there.
+# Then pages that continue the cached part of the prompt are shared as if they had been computed here, and the others are # given
+# back. A page is written only after all steps that were launched before it was taken are over, and every # copy of its old
+# content has ended. There is no checksum, because the device moves the bytes. After a read the source says whether its pages #
+# still had the ticket's content (``cuda_ipc.py``). Pages that the source's device no longer has come through # host memory, and
+# are checked there.
 
 
 logger = logging.getLogger(__name__)
 
 
 _BATCH = 256
-"""A GPU's copy engines carry hundreds of GB/s: what a read takes is its questions and answers."""
+"""Pages of one read. A GPU's copy engines move hundreds of GB/s, so most of a read's time is its messages."""
 _THROUGH_HOST = 16
-"""Pages at a time that the source's device does not have any more: of these the host's memory holds a copy on the way."""
+"""How many pages at a time are read through host memory, because the source's device no longer has them."""
 
 
 class DeviceRoom(Protocol):
-    """What the device's pages are taken from, and shared in."""
+    """The pool of device pages that KV transfers take pages from and share them in."""
 
     @property
     def taken(self) -> Set[int]:
@@ -66,11 +64,11 @@ class DeviceRoom(Protocol):
         ...
 
     def adopt(self, prompt: Prompt, filled: Callable[[int], int | None]) -> int:
-        """Shares pages that were taken, and frees those that are there already.
+        """Shares pages that were taken, and frees those whose tokens are cached already.
 
         Args:
             prompt: Whose they are.
-            filled: The page that was filled with the prompt's page of an index; None: none was.
+            filled: For each index of the prompt's pages, the page that was filled with it; None: no page was.
 
         Returns:
             How many pages of the prompt are cached now.
@@ -79,31 +77,31 @@ class DeviceRoom(Protocol):
 
 
 class DeviceTransferBackend(TransferBackend, Protocol):
-    """A backend that reads into the device's pages, too."""
+    """A backend that can also read into device pages."""
 
     def reaches(self, ticket: HandoffTicket) -> bool:
-        """Whether a ticket's source may have pages on a device that can be read from here, as far as is known."""
+        """Whether, as far as is known, a ticket's source has pages on a device that this worker can read."""
         ...
 
     def read_to_device(
         self, ticket: HandoffTicket, indices: Sequence[int], pages: Sequence[int], proofs: Sequence[bytes]
     ) -> list[bool | None]:
-        """Reads as :meth:`read` does, but into pages of the device. For each page: whether it came with the given proof; None
-        where the source's device does not have it."""
+        """Reads into device pages. Returns for each page whether it came with the given proof; None if the source's device does
+        not have it."""
         ...
 
     def fill(self, pages: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """Fills pages of the device from the host's memory."""
+        """Fills device pages from host memory."""
         ...
 
     def barrier(self) -> Callable[[], None]:
-        """A function that returns once everything is over that was launched before now."""
+        """Returns a function that waits until everything launched before now is over."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _ReceivedPage(HostPage):
-    """A page that is being filled, or was, with the steps that were launched before."""
+    """A page that is or was being filled, and the number of steps launched before."""
 
     after: int = 0
     barrier: Callable[[], None] = lambda: None
@@ -118,10 +116,10 @@ class Prompt(NamedTuple):
 
 
 class ReceivingDevice(Protocol):
-    """The device's pages, as the tiers know them.
+    """What the tiers know about the device's pages.
 
     Attributes:
-        room: What pages are taken from; there before the first is.
+        room: The pool that pages are taken from; set before the first page is taken.
         steps: Returns how many steps were launched, and how many of them have ended.
     """
 
@@ -129,12 +127,12 @@ class ReceivingDevice(Protocol):
     steps: Callable[[], tuple[int, int]]
 
     def is_storing(self, page: int) -> bool:
-        """Whether what a page holds, or held, is being copied."""
+        """Whether the present or former content of a page is being copied."""
         ...
 
 
 class ReceiveBuffer:
-    """The ledger of such pages. Single-threaded but for :meth:`read`.
+    """The ledger of device pages that reads fill. Single-threaded except for :meth:`read`.
 
     Args:
         device: The device's pages.
@@ -146,7 +144,7 @@ class ReceiveBuffer:
     Attributes:
         batch, early_reads: As :class:`~sapwood_worker.core.cache.transfer.reads.Ground` has it.
         num_pages, page_bytes: The arguments.
-        parts: Counts what came of pages before all of their layers were computed.
+        parts: Counts bytes that arrived before all layers of their pages were computed.
     """
 
     batch, early_reads = _BATCH, 1
@@ -186,7 +184,8 @@ class ReceiveBuffer:
         self._prompts.pop(serial, None)
 
     def released(self, serial: int, wanted: Sequence[PageKey]) -> bool:
-        """A request waits no longer: shares what has come of its prompt; returns whether all that it wanted is cached now."""
+        """Ends a request's wait: shares the pages of its prompt that have arrived; returns whether all wanted pages are cached
+        now."""
         prompt = self._prompts[serial]
         keys = [page.key for page in prompt.pages]
 
@@ -221,18 +220,18 @@ class ReceiveBuffer:
             entry.pins += 1
 
     def unpin(self, entries: Sequence[HostPage]) -> None:
-        """Takes one pin back from each; what nobody needs any more is given back, unless it is shared."""
+        """Takes one pin back from each; pages without pins are given back, unless they are shared."""
         for entry in entries:
             entry.pins -= 1
         self._drop(entry for entry in entries if not entry.pins and self._entries.get(entry.key.hash) is entry)
 
     def writable(self, entries: Sequence[HostPage]) -> bool:
-        """Whether nothing that the scheduler knows of uses what these pages held."""
+        """Whether, as far as the scheduler knows, nothing uses the old content of these pages."""
         _, ended = self._device.steps()
         return all(self._entry(each).after <= ended and not self._device.is_storing(each.page) for each in entries)
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], entries: Sequence[HostPage]) -> list[bool]:
-        """Reads pages of a ticket; returns which are what it says. Called from several threads."""
+        """Reads pages of a ticket; returns which pages have the ticket's content. Called from several threads."""
         for barrier in {self._entry(each).barrier for each in entries}:
             barrier()
         proofs = [entry.key.proof for entry in entries]
@@ -250,7 +249,7 @@ class ReceiveBuffer:
         places: Sequence[int],
         found: list[bool | None],
     ) -> None:
-        """Reads those at some places of a read by way of the host's memory; sets which are what the ticket says."""
+        """Reads the pages at some places of a read through host memory; sets which of them have the ticket's content."""
         records = [memoryview(np.empty(HEADER_BYTES + self.page_bytes, np.uint8).data) for _ in places]
         read = self._backend.read(ticket, [indices[place] for place in places], records)
         namespace = self._fingerprint.hex()
@@ -264,7 +263,7 @@ class ReceiveBuffer:
             found[place] = place in good
 
     def check(self, pins: Mapping[int, int]) -> None:
-        """Compares what is taken with how often each page is pinned; for tests.
+        """Compares the taken pages with the pins of each page; for tests.
 
         Raises:
             AssertionError: They disagree.
@@ -300,9 +299,9 @@ class ReceiveBuffer:
 #        |                               |-----its patience is over--------^
 #        '--nothing is lacking-----------'-----aborted--> (gone; reads under way end by themselves)
 #
-# Announced pages are pinned until the request comes and goes on with them, or until nothing was heard of them for
-# ``NEWS_SECONDS``. What a read brought is checked, and becomes a page of a tier, or is thrown away. Nothing here
-# blocks: reads run in other threads, and begin when nobody uses the pages that they fill any more.
+# Announced pages are pinned until the request arrives and uses them, or until no message named them for # ``NEWS_SECONDS``. A
+# page that was read is checked, and becomes a page of a tier or is thrown away. Nothing here # blocks: reads run in other
+# threads, and begin when the pages that they fill are no longer in use.
 
 
 READS = 16
@@ -313,7 +312,8 @@ PATIENCE_SECONDS = 5.0
 NEWS_SECONDS = 1.5
 """How long announced pages are pinned after the last announcement: as long as a lease that nobody renews."""
 _MEMORY_SECONDS = 30.0
-"""How long after it a prompt is remembered, of which only the first announcement tells: a chunk may take long to compute."""
+"""How long an announced prompt is remembered after its last announcement. Only the first one carries the prompt, and a chunk may
+take long to compute."""
 
 
 @dataclass(slots=True)
@@ -321,11 +321,11 @@ class ReadCounters:
     """What has happened since the start.
 
     Attributes:
-        pages: Pages pulled that passed their check.
-        early: Of these, pages that had come before the request that needed them: while the source computed the rest.
+        pages: Pages read that passed their check.
+        early: How many of these arrived before their request, while the source computed the rest.
         stale: Pages that the source no longer had, or that failed their check.
         failures: Reads that failed: the source was gone or silent.
-        fallbacks: Requests with a ticket that had to compute what the ticket was for, in whole or in part.
+        fallbacks: Requests that had to compute some or all of the pages named in their ticket.
         seconds: Seconds that reads took, summed.
     """
 
@@ -339,14 +339,14 @@ class ReadCounters:
 
 @dataclass(slots=True, eq=False)
 class _PendingRead(Arrival):
-    """What a request lacks; ``early``: it is not here yet."""
+    """The pages that a request lacks; ``early``: the request has not arrived yet."""
 
     early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One of which pages are announced: its place in the ledger, all of its pages, how many of them the first tier had."""
+    """An announced prompt: its place in the ledger, all of its pages, and how many of them the first tier had."""
 
     serial: int
     pages: list[PageName]
@@ -360,13 +360,13 @@ class _Read:
 
 
 class Ground(ArrivalPages, Protocol):
-    """Where pulled pages go.
+    """The memory that reads fill.
 
     Attributes:
         batch: Pages of a read.
-        early_reads: Reads of pages that are announced together: each may last as long as the source computes them.
+        early_reads: How many reads of announced pages may run at once: each may last until the source has computed its pages.
         page_bytes: Bytes of a page's content.
-        parts: Counts what came of pages before all of their layers were computed.
+        parts: Counts bytes that arrived before all layers of their pages were computed.
     """
 
     batch: int
@@ -375,20 +375,21 @@ class Ground(ArrivalPages, Protocol):
     parts: PartCount
 
     def writable(self, entries: Sequence[HostPage]) -> bool:
-        """Whether nothing uses what these pages held before."""
+        """Whether the old content of these pages is no longer in use."""
         ...
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], entries: Sequence[HostPage]) -> list[bool]:
-        """Reads pages of a ticket; returns which are what it says. Called from several threads; raises as a backend's."""
+        """Reads pages of a ticket; returns which pages have the ticket's content. Called from several threads; raises a backend's
+        errors."""
         ...
 
     def released(self, serial: int, wanted: Sequence[PageKey]) -> bool:
-        """A request waits no longer; returns whether all that it wanted is there."""
+        """Ends a request's wait; returns whether all wanted pages are there."""
         ...
 
 
 class PageReads:
-    """Reads under way. Single-threaded but for the reads that its executor runs.
+    """The reads under way. Single-threaded except for the reads that its executor runs.
 
     Args:
         ground: Where pages go.
@@ -396,11 +397,11 @@ class PageReads:
         executor: Where reads run.
         share: The most of the ground's pages that reads hold at once.
         clock: Seconds, monotonic.
-        counters: Others', to be counted in; None: new ones.
+        counters: Counters of another object to share; None: new ones.
 
     Attributes:
         counters: What has happened so far.
-        arrivals: The pages that are pulled; its ``settle`` ends a read.
+        arrivals: The pages that are being read; its ``settle`` ends a read.
         page_bytes: Bytes of a page's content.
     """
 
@@ -421,7 +422,7 @@ class PageReads:
         self._ground = ground
         self._fingerprint = fingerprint
         self._strangers: set[str] = set()
-        """Sources whose pages are of no use here, as was said."""
+        """Sources whose pages do not fit this worker; a warning was logged for each."""
         self._executor = executor
         self._clock = clock
         self._due: deque[tuple[_PendingRead, HandoffTicket, list[int], list[HostPage]]] = deque()
@@ -441,7 +442,7 @@ class PageReads:
         return ticket.transfer_id in self._announced
 
     def announced_pages(self, ticket: HandoffTicket) -> Sequence[PageName]:
-        """All pages of the prompt of which some were announced; none if none were."""
+        """All pages of an announced prompt; none if no page of it was announced."""
         prompt = self._announced.get(ticket.transfer_id)
         return () if prompt is None else prompt.pages
 
@@ -451,7 +452,7 @@ class PageReads:
         Args:
             serial: The request.
             wanted: What it lacks, in order.
-            first: Where in its prompt that begins, in pages.
+            first: The index of the first wanted page in the prompt.
             ticket: Its ticket.
         """
         now, announced = self._clock(), self._announced.pop(ticket.transfer_id, None)
@@ -488,7 +489,7 @@ class PageReads:
             self._begin(pending, prompt.pages[first:], first, ticket)
 
     def lapse(self) -> None:
-        """Lets go of announced pages of which nothing was heard for long."""
+        """Releases announced pages that no message has named for long."""
         now = self._clock()
         for transfer_id, prompt in tuple(self._announced.items()):
             pending = self.arrivals[prompt.serial]
@@ -499,15 +500,15 @@ class PageReads:
                 self.arrivals.settle(prompt.serial)
 
     def _begin(self, pending: _PendingRead, wanted: list[PageName], first: int, ticket: HandoffTicket) -> int:
-        """Begins to read those of ``wanted``, the prompt's pages from the ``first`` on, that a ticket names; returns how many
-        that are."""
+        """Begins to read those pages of ``wanted`` that a ticket names; returns how many pages these are. ``wanted`` are the
+        prompt's pages from the ``first`` on."""
         hashes = ticket.page_hashes[first - ticket.first_page :]
         count, most = 0, min(len(wanted), len(hashes)) if self._fits(ticket) else 0
         while count < most and wanted[count].key.hash == hashes[count]:
             count += 1
         wanted = wanted[:count]
         pending.wanted += wanted
-        # Pages that another request is having read are waited for, not read again.
+        # If another request reads a page already, this request waits for it.
         entries = self.arrivals.reserve(wanted)
         index_of = {name.key.hash: first + index for index, name in enumerate(wanted)}
         each = self._ground.batch
@@ -520,7 +521,7 @@ class PageReads:
         return count
 
     def _fits(self, ticket: HandoffTicket) -> bool:
-        """Whether a source's pages are of use here; says so once if they are not, as then its prompts are computed twice."""
+        """Whether a source's pages fit this worker. Logs once if they do not, because its prompts are then computed twice."""
         fits = ticket.fingerprint == self._fingerprint
         if not fits and ticket.source not in self._strangers:
             self._strangers.add(ticket.source)
@@ -551,7 +552,7 @@ class PageReads:
         return released
 
     def wait(self, seconds: float) -> None:
-        """Returns when a read has ended, or after so many seconds."""
+        """Waits until a read has ended, or the given seconds are over."""
         self._executor.wait(seconds)
 
     def _read(
@@ -578,19 +579,19 @@ class PageReads:
             counters.seconds += read.seconds
 
 
-# What takes handed-off prompts over: their pages go to the device, where its room and the backend let them, or to the
+# Receives transferred prompts: their pages go to the device, if its room and the backend allow it, or to the
 # second tier.
-#
-# All pages of a transfer go one way. Those of which the second tier has the beginning go there, too.
+# All pages of a transfer go one way. A transfer whose first pages are in the second tier goes to the second tier.
 
 
 class TransferReceiver:
-    """Two reads with one count. Single-threaded but for the reads of their executor, which they share.
+    """Reads into the device and into host memory, with shared counters. Single-threaded except for the reads of their shared
+    executor.
 
     Args:
         host: Reads into the second tier.
-        receive_buffer: The device's pages that can be filled; None: it cannot.
-        device: Reads into these.
+        receive_buffer: The device pages that can be filled; None: the device's pages cannot be filled.
+        device: Reads into the receive buffer.
 
     Attributes:
         host: The argument.
@@ -624,7 +625,7 @@ class TransferReceiver:
         Args:
             serial: The request.
             prompt: Its prompt.
-            cached, found: How many of its pages the device has, and the second tier after them.
+            cached, found: How many of its pages the device has, and how many of the pages after them the second tier has.
             ticket: Its ticket.
         """
         if (device := self._suited(ticket, prompt.pages, cached, found)) is not None:
@@ -639,13 +640,13 @@ class TransferReceiver:
         Args:
             ticket: For some of its prompt's pages.
             pages: All of the prompt's; empty if an earlier call for the same transfer had them.
-            cached, found: As for :meth:`start`, as far as they were asked for.
+            cached, found: As for :meth:`start`, as far as they were looked up.
         """
         device = self._suited(ticket, pages, cached, found)
         (self.host if device is None else device[1]).announced(ticket, pages, cached)
 
     def announced_pages(self, ticket: HandoffTicket) -> Sequence[PageName]:
-        """All pages of the prompt of which some were announced; none if none were."""
+        """All pages of an announced prompt; none if no page of it was announced."""
         return next(filter(None, (each.announced_pages(ticket) for each in self._both)), ())
 
     def settle(self, serial: int) -> tuple[int, float, float] | None:
@@ -656,7 +657,7 @@ class TransferReceiver:
         return next(filter(None, settled), None)
 
     def lapse(self) -> None:
-        """Lets go of announced pages of which nothing was heard for long."""
+        """Releases announced pages that no message has named for long."""
         for each in self._both:
             each.lapse()
 
@@ -665,7 +666,7 @@ class TransferReceiver:
         return [serial for each in self._both for serial in each.poll()]
 
     def wait(self, seconds: float) -> None:
-        """Returns when a read has ended, or after so many seconds."""
+        """Waits until a read has ended, or the given seconds are over."""
         self.host.wait(seconds)
 
     def pins(self) -> dict[int, int]:

@@ -1,9 +1,9 @@
-"""Answers reads of the pages that a worker keeps for others, beside its scheduler.
+"""Answers reads of the pages that a worker keeps for others, in threads beside its scheduler.
 
-Each connection has a thread. One that has shown no ticket of a prompt that is kept is a stranger: ``_MOST_STRANGERS`` at a
-time, which have ``_STRANGER_SECONDS``, a handshake of TLS included; for one more the oldest of the address with the most is
-closed. Reads with such a ticket have ``_MOST_READS`` places of their own; one more waits for a moment, and is closed then: its
-reader computes.
+Each connection has a thread. A connection that has shown no valid ticket is a stranger. There are at most ``_MOST_STRANGERS``
+strangers, each for ``_STRANGER_SECONDS`` including the TLS handshake; above that, the oldest stranger of the address with the
+most is closed. Reads with a valid ticket have ``_MOST_READS`` places of their own; one more waits for a moment and is then
+closed, and its reader computes the prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_STRANGERS = 128
 _STRANGER_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
 _PAUSE_SECONDS = 0.002
-"""Between two strangers while there are many: to begin a thread for each takes time that the scheduler needs."""
+"""The pause between accepting two strangers while there are many: starting a thread for each takes time from the scheduler."""
 _BACKLOG = 1024
 
 
@@ -49,14 +49,14 @@ class _Strangers:
         self._lock = threading.Lock()
         self._number = 0
         self._known: dict[int, tuple[socket.socket, str, float]] = {}
-        """By number, from the oldest on: a handle of the connection, the address, and when its time is over."""
+        """By number, oldest first: a handle of the connection, the address, and the end of its time."""
 
     def __len__(self) -> int:
         return len(self._known)
 
     def enter(self, connection: socket.socket, address: str) -> int:
         """Counts a connection; ends another one if there are too many. Returns its number for :meth:`leave`."""
-        handle = connection.dup()  # TLS takes the connection itself over
+        handle = connection.dup()  # TLS takes ownership of the connection
         with self._lock:
             if len(self._known) >= _MOST_STRANGERS:
                 [(most, _)] = Counter(address for _, address, _ in self._known.values()).most_common(1)
@@ -67,7 +67,7 @@ class _Strangers:
             return self._number
 
     def leave(self, number: int) -> None:
-        """The connection has shown a good ticket, or is over. May be called again."""
+        """Notes that the connection has shown a valid ticket, or is over. May be called again."""
         with self._lock:
             handle, _, _ = self._known.pop(number, (None, "", 0.0))
         if handle is not None:
@@ -101,7 +101,7 @@ class PageServer:
         port: The port.
 
     Raises:
-        ConfigError: It cannot be listened on.
+        ConfigError: The server cannot listen on the address.
     """
 
     def __init__(self, host: str, port: int, tls: PageTls | None = None) -> None:
@@ -133,9 +133,9 @@ class PageServer:
             leases: The ledger.
             pool: The host pages.
             fingerprint: What pages hold besides tokens.
-            engines: For each way that a transfer engine serves: tells what its readers need to know, given the address by which
-                they have reached the worker.
-            device: The GPU's pages, where readers may take them from there.
+            engines: For each transfer engine: returns the metadata for its readers, given the address by which they reached the
+                worker.
+            device: The GPU's pages, if readers may read them there.
         """
         self._device = device
         self._engines = engines or {}
@@ -171,7 +171,7 @@ class PageServer:
                 connection.close()
 
     def _encryption(self, tls: PageTls) -> ssl.SSLContext:
-        """What connections are encrypted with; files that change are taken up within a second."""
+        """The TLS context of connections; changed files take effect within a second."""
         now = time.monotonic()
         known = self._context
         if known is None or now - known[0] > 1:

@@ -1,4 +1,4 @@
-"""Pages over the connection itself, or by way of memory that two workers of one host share."""
+"""Sends pages over the TCP connection itself, or through memory that two workers of one host share."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from sapwood_worker.model.pools.host_pool import HEADER_BYTES, record_bytes
 from sapwood_worker.records.handoff import HandoffTicket
 
 # Pages over the connection itself. Always there.
-#
-# Page by page the source says whether it has the page. If so the sealed record follows, and at last whether the page
-# still was what the ticket says when all of it had been sent. Pages that are coming follow in parts (``wire.py``).
+# Page by page the source says whether it has the page. If so the sealed record follows, and then whether the page # still had
+# the ticket's content after it was sent. Pages that are being computed follow in parts (``wire.py``).
 
 
 class TcpBackend:
@@ -82,7 +81,7 @@ def send_pages(wire: Wire, source: PageSource, lease: Lease | None, indices: Seq
 
 
 def _receive_page(wire: Wire, buffer: memoryview) -> bool | None:
-    """Whether a page was had; None: it comes in parts."""
+    """Whether a page was received; None: it comes in parts."""
     answer = wire.answer()
     if answer != YES:
         return None if answer == LATER else False
@@ -90,16 +89,14 @@ def _receive_page(wire: Wire, buffer: memoryview) -> bool | None:
     return wire.says_yes()
 
 
-# Pages by way of memory that two workers of one host share: no byte of them goes through a socket.
-#
-# The source's host pages lie, unless they are in parts of ranks, in a file without a name
+# Pages through memory that two workers of one host share: no byte of a page goes through a socket.
+# The source's host pages lie in a file without a name, unless they are split over ranks
 # (``model/pools/host_pool.py``).
-#
-# 1. The source says where that file is, and for each page whether it has it, with the sealed header if so.
+# 1. The source says where that file is, and for each page whether it has the page, with the sealed header if so.
 # 2. The reader opens the file through ``/proc``, which the kernel lets only processes of the same user do. It makes
 #   sure that this is the file, of this boot of this machine, reads the pages out of it, and says that it is done. A
 #   file that cannot be opened is another machine's, container's or user's.
-# 3. The source says for each page that it had whether it still was what the ticket says.
+# 3. The source says for each page that it had whether the page still had the ticket's content.
 
 
 _WHERE = struct.Struct("<16sQQ64s")
@@ -210,7 +207,7 @@ _MOST_KNOWN = 1024
 
 
 class Sources:
-    """Processes that give tickets, each start of one apart; when there are many all are forgotten."""
+    """The processes that give tickets; a restarted process counts as another one. When there are many, all are forgotten."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, int]] = set()
@@ -219,7 +216,7 @@ class Sources:
         return (ticket.source, ticket.epoch) in self._known
 
     def add(self, ticket: HandoffTicket) -> None:
-        """The one that gave a ticket. For any thread."""
+        """Returns the process that gave a ticket. Thread-safe."""
         if len(self._known) >= _MOST_KNOWN:
             self._known = set()
         self._known.add((ticket.source, ticket.epoch))

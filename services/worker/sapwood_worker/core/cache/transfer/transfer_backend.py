@@ -1,6 +1,6 @@
-"""What moves pages from the worker that keeps them into this one's host pages.
+"""The interface of transfer backends: they move pages from the worker that keeps them into this worker's host pages.
 
-Ways differ in what carries the bytes. Whatever does, the source is asked before and after, and pages are addressed by ticket.
+Backends differ in what carries the bytes. All of them ask the source before and after a read, and address pages by ticket.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from sapwood_worker.records.handoff import HandoffTicket
 
 
 class TransferError(Exception):
-    """The source could not be reached, or stopped answering. Costs a recomputation."""
+    """The source could not be reached, or stopped answering. The pages are computed again."""
 
 
 class PartCount:
-    """Counts what came of pages before all of their layers were computed. For any thread.
+    """Counts bytes of pages that arrived before all of the pages' layers were computed. Thread-safe.
 
     Attributes:
         bytes: How many.
@@ -39,7 +39,8 @@ class TransferBackend(Protocol):
     What it brings is not trusted: the caller checks every byte (``storage/record.py``).
 
     Attributes:
-        parts: Counts what came of pages before all of their layers were computed; 0 for backends that take none in parts.
+        parts: Counts bytes that arrived before all layers of their pages were computed; 0 for backends that read only whole
+            pages.
     """
 
     parts: PartCount
@@ -50,12 +51,12 @@ class TransferBackend(Protocol):
         Args:
             ticket: Names them and where they are.
             indices: Which of the ticket's pages.
-            buffers: A host record for each. Mutated; one whose answer is false is undefined afterwards.
+            buffers: A host record for each page. Mutated; a record whose answer is false is undefined afterwards.
 
         Returns:
-            For each whether the source had it, before and after it was read, as the ticket says.
+            For each page, whether the source had it with the ticket's content before and after the read.
 
         Raises:
-            TransferError: The source does not answer, or not as it should; all buffers are undefined.
+            TransferError: The source does not answer, or answers wrongly; all buffers are undefined.
         """
         ...

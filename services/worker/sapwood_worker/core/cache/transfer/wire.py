@@ -24,8 +24,8 @@ class PageTls(NamedTuple):
     Attributes:
         cert: The worker's certificate.
         key: Its private key.
-        ca: The CAs of the other's. A peer with a certificate that they signed is a worker: names and addresses are not compared,
-            and the ticket says which pages a connection may read.
+        ca: The CAs that signed other workers' certificates. A peer with a certificate that they signed is a worker: names and
+            addresses are not compared, and the ticket says which pages a connection may read.
     """
 
     cert: Path
@@ -33,13 +33,13 @@ class PageTls(NamedTuple):
     ca: Path
 
     def server(self) -> ssl.SSLContext:
-        """The context of the side that is asked. Raises OSError (ssl.SSLError among them): the files are missing or broken."""
+        """The TLS context of the source. Raises OSError (including ssl.SSLError) if the files are missing or broken."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # a session that is resumed is not verified again
         return self._filled(context)
 
     def client(self) -> ssl.SSLContext:
-        """The context of the side that asks. Raises what :meth:`server` does."""
+        """The TLS context of the reader. Raises what :meth:`server` does."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         return self._filled(context)
@@ -52,11 +52,9 @@ class PageTls(NamedTuple):
         return context
 
 
-# What a reader and a source of pages say to each other, whichever way the pages themselves go.
-#
-# A connection carries one read. The reader sends an :class:`Ask` and what the source answers depends on its ``way``:
-# see the modules beside this one, each of which has both sides. Nothing else is understood: a connection that says
-# anything else, or nothing for ``SILENCE_SECONDS``, is closed.
+# The protocol between a reader and a source of pages, for every backend.
+# A connection carries one read. The reader sends an :class:`Ask`, and the source's answer depends on its ``way``: # the modules
+# of this folder each have both sides. A connection that sends # anything else, or nothing for ``SILENCE_SECONDS``, is closed.
 
 
 Way = Literal["tcp", "shm", "nixl", "mooncake", "cuda", "device"]
@@ -97,11 +95,11 @@ class Ask(NamedTuple):
 
 
 class Wire:
-    """One end of a connection. Every call raises OSError where it broke, or nothing came for too long.
+    """One end of a connection. Every call raises OSError if the connection broke, or nothing arrived for too long.
 
     Args:
         connection: Made by :func:`dialled`, or accepted.
-        seconds: For all that is said on it.
+        seconds: The time limit of the whole exchange.
     """
 
     def __init__(self, connection: socket.socket, seconds: float = READ_SECONDS) -> None:
@@ -113,7 +111,7 @@ class Wire:
         self.goes_on()
 
     def goes_on(self) -> None:
-        """The other side may take as long again, or this one does."""
+        """Restarts the time limit, because the other side may take as long again, or this side does."""
         self._until = time.monotonic() + self._seconds
 
     def send(self, content: bytes | memoryview) -> None:
@@ -122,7 +120,7 @@ class Wire:
         self._connection.sendall(content)
 
     def put(self, content: bytes) -> None:
-        """Says something with what follows, or when something is to be heard: so many short answers go as one."""
+        """Buffers content until a flush or the next receive, so that many short answers are sent as one."""
         self._unsent += content
 
     def flush(self) -> None:
@@ -137,7 +135,7 @@ class Wire:
         self.send(head + b"".join(map(_INDEX.pack, ask.indices)))
 
     def asked(self) -> Ask | None:
-        """What the other side wants; None: nothing that is understood."""
+        """The other side's request; None: it was not understood."""
         magic, transfer_id, epoch, count = _ASK.unpack(self.receive(_ASK.size))
         way = next((way for way, known in _MAGIC.items() if magic == known), None)
         if way is None or not 0 < count <= _MOST_PAGES:
@@ -162,7 +160,7 @@ class Wire:
         return self.receive(1) == YES
 
     def says_wait(self) -> None:
-        """Says, now and then, that an answer is on its way. Cheap to call often."""
+        """Sends, now and then, a notice that the answer is coming. Cheap to call often."""
         if time.monotonic() > self._said + SILENCE_SECONDS / 4:
             self._said = time.monotonic()
             self.goes_on()
@@ -178,7 +176,7 @@ class Wire:
         """Fills a buffer.
 
         Raises:
-            TransferError: The other side ended the connection before, or its time is over.
+            TransferError: The other side closed the connection too early, or its time is over.
         """
         known = min(len(self._ahead), len(buffer))
         buffer[:known] = self._ahead[:known]
@@ -192,7 +190,7 @@ class Wire:
             buffer = buffer[count:]
 
     def _await(self) -> None:
-        """Says what was not said yet: an answer is wanted.
+        """Flushes buffered content, because an answer is wanted.
 
         Raises:
             TransferError: The other side's time is over.
@@ -204,10 +202,10 @@ class Wire:
 
 @contextmanager
 def dialled(ticket: HandoffTicket, way: Way, indices: Sequence[int], tls: PageTls | None) -> Iterator[Wire]:
-    """A connection to a ticket's source, which has been asked for pages.
+    """Connects to a ticket's source and asks it for pages.
 
     Raises:
-        TransferError: There is none; also for whatever breaks while it is used.
+        TransferError: The connection failed, or broke while it was used.
     """
     host, _, port = ticket.source.rpartition(":")
     try:
@@ -222,23 +220,21 @@ def dialled(ticket: HandoffTicket, way: Way, indices: Sequence[int], tls: PageTl
         raise TransferError(f"{ticket.source}: {error}") from error
 
 
-# What a source says of the pages of a read: had, not had, or coming, layer by layer, while it still computes them.
+# A source's answers about the pages of a read: present, missing, or coming layer by layer while it still computes them.
 #
-# The source first answers for every page of the read: yes, no, or ``LATER`` for one that is coming. Then it says again
-# and again which bytes of the coming pages are there, until all are; an empty answer says that it is still at it. The
-# bytes follow whenever some are named (TCP), or the reader takes them out of the source's memory. When the step that
-# computed the pages is known to have gone well, the source says of each coming page, in order, whether it has it after
-# all, with the header over all of its content.
-#
-# Where the bytes never pass through a host's memory there is no checksum, and in place of the header stands the proof
-# of the page's tokens and tenant alone.
+# The source first answers for every page of the read: yes, no, or ``LATER`` for one that is coming. Then it repeatedly # says
+# which bytes of the coming pages are there, until all are; an empty answer says that it is still computing. The # bytes follow
+# each answer (TCP), or the reader reads them from the source's memory.  When the step that # computed the pages has succeeded,
+# the source says for each coming page, in order, whether it has it now, # with the header over all of its content. If the bytes
+# never pass through host memory there is no checksum: instead of the header the source sends only the proof # of the page's
+# tokens and tenant.
 
 
 _COUNT, _RANGE = struct.Struct("<I"), struct.Struct("<QQ")
 _NAP_SECONDS, _SHORT_NAP_SECONDS = 1e-3, 2e-4
 _MOST_RANGES = 1 << 16
 COMING = b""
-"""Stands for the header of a page that is not here yet, but is being filled."""
+"""Stands for the header of a page that is still being filled."""
 _PROOF_BYTES = 32
 
 
@@ -252,11 +248,11 @@ def send_headers(
     sealed: bool = True,
     still: Callable[[int], bool] = lambda index: True,
 ) -> None:
-    """The source's side of a read whose reader takes the pages out of the source's memory itself.
+    """The source's side of a read in which the reader reads the source's memory itself.
 
-    It says which pages there are, with their sealed headers (or proofs), and waits until the reader says that it has read them (a
-    yes; until then a no now and then). At last it says of each page, first those that were there at once, then those that came,
-    whether it still is what the ticket says and passes ``still``.
+    It says which pages are present, with their sealed headers (or proofs), and waits until the reader has read them (the reader
+    sends a no now and then, and at last a yes). Then it says for each page, first those present at once, then those that came
+    later, whether the page still has the ticket's content and passes ``still``.
     """
     had: list[int] = []
     coming: list[int] = []
@@ -303,7 +299,7 @@ def send_parts(
         sealed: Whether there is a checksum over them.
 
     Returns:
-        Those that it turned out to have, whose headers it has sent.
+        The pages that it turned out to have; their headers have been sent.
     """
     sealers = [
         Sealer(source.record(lease, index), lease.keys[index], source.namespace) for index in (coming if sealed else ())
@@ -348,12 +344,12 @@ def receive_parts(
         wire: The connection.
         pages: How many pages are ``LATER``.
         content: Bytes of a page's content.
-        count: Is told of what comes before all layers are computed.
-        take: Has a part of a page's content filled: the page's number among them, where in the content it begins and ends.
+        count: Is called with the number of bytes that arrive before all layers are computed.
+        take: Fills a part of a page's content. Takes the page's number among the coming ones, and the part's begin and end.
         sealed: As the source has it.
 
     Returns:
-        For each page its header (or proof), or None.
+        For each page, its header (or proof) or None.
     """
     left = content
     while left:
@@ -376,7 +372,7 @@ def receive_parts(
 def _comes(
     wire: Wire, source: PageSource, lease: Lease, index: int, nap: float = _NAP_SECONDS, *, on_device: bool
 ) -> bool:
-    """Waits until a page is there or lost, and says now and then that it is coming; whether it is there."""
+    """Waits until a page is there or lost, and says now and then that it is coming; returns whether it is there."""
     while source.is_coming(lease, index, on_device=on_device):
         time.sleep(nap)
         wire.says_wait()
@@ -384,7 +380,8 @@ def _comes(
 
 
 def _reach(source: PageSource, lease: Lease, coming: Sequence[int], known: int, *, on_device: bool) -> int:
-    """How many groups of layers are in all of these pages, or will not be: more than ``known``, unless that takes long."""
+    """Waits until more than ``known`` groups of layers are present in all of these pages, or a time limit is over; returns their
+    number."""
     until = time.monotonic() + SILENCE_SECONDS / 4
     least, looked_at = len(source.pool.parts.groups), None
     for index in coming:
@@ -399,5 +396,5 @@ def _reach(source: PageSource, lease: Lease, coming: Sequence[int], known: int, 
                     break
             if time.monotonic() >= until:
                 return known
-            time.sleep(_SHORT_NAP_SECONDS)  # the step has not begun, or its end has not been looked at
+            time.sleep(_SHORT_NAP_SECONDS)  # the step has not begun, or its end has not been noticed yet
     return least

@@ -1,1 +1,1 @@
-"""Ranks that compute a model together: groups, and what each has of a weight. Knows no layer."""
+"""Ranks that compute a model together: their groups, and each rank's part of a weight. Knows no layer."""

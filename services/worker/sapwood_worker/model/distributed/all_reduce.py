@@ -1,4 +1,4 @@
-"""How a group of ranks sums tensors: by one of several methods, whichever is quickest for a size."""
+"""The all-reduce of a group of ranks: several methods, and the choice of the quickest for each size."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sapwood_worker.records.model_info import APART, SumChoices, SumTime
 
 
 class _Method(Protocol):
-    """What sums tensors over the ranks of a group, which all make the same calls in the same order.
+    """Sums tensors over the ranks of a group. All ranks make the same calls in the same order.
 
     Attributes:
         name: One of :data:`~sapwood_worker.records.model_info.SUM_METHODS`.
-        most_bytes: Bytes of the largest tensor that it takes; infinity: any.
+        most_bytes: The size of the largest tensor that it takes; infinity: any size.
     """
 
     @property
@@ -33,7 +33,7 @@ class _Method(Protocol):
     def most_bytes(self) -> float: ...
 
     def replayed(self) -> int | None:
-        """How often the device has run it, in CUDA graphs too; waits for the stream. None: nobody but the caller counts."""
+        """How often the device has run it, including in CUDA graphs; waits for the stream. None: only the caller counts."""
         ...
 
 
@@ -54,10 +54,10 @@ class SumMethod(_Method, Protocol):
 
 
 class NormedMethod(_Method, Protocol):
-    """Sums what is added to a residual, which a norm comes after."""
+    """Sums a tensor, adds the sum to a residual, and norms the residual."""
 
     def takes(self, x: Tensor, residual: Tensor) -> bool:
-        """Whether it takes tensors of this kind, which are not too large for it."""
+        """Whether it takes tensors of this kind and size."""
         ...
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor | None:
@@ -69,7 +69,7 @@ class NormedMethod(_Method, Protocol):
             norm: Of rows of N.
 
         Returns:
-            [T, N]: what the norm gives of the residual; None: it was left to the caller.
+            [T, N]: the normed residual; None: the caller must compute the norm.
         """
         ...
 
@@ -79,10 +79,10 @@ MethodT = TypeVar("MethodT", bound=_Method)
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[MethodT]):
-    """What sums tensors of a size.
+    """The method for tensors up to a size.
 
     Attributes:
-        most_bytes: The largest tensors that it is for.
+        most_bytes: The size of the largest tensors that it is for.
         method: The method.
     """
 
@@ -91,15 +91,15 @@ class Choice(Generic[MethodT]):
 
 
 class AllReduce:
-    """Sums tensors by what was chosen for their size.
+    """Sums tensors with the method chosen for their size.
 
     Args:
         choices: By size, ascending; the last takes tensors of any size.
-        times: The seconds by which they were chosen.
-        refused: Methods that are not used since their trial failed, and what was wrong.
+        times: The measured seconds behind the choice. refused: Methods that are not used because their trial failed, and the
+        faults.
 
     Attributes:
-        report: What is chosen, for operators.
+        report: The chosen methods, for operators.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class AllReduce:
         self._calls: Counter[str] = Counter()
 
     def choose_normed(self, choices: Sequence[Choice[NormedMethod]], times: Sequence[SumTime]) -> None:
-        """Tells by what tensors are summed that a residual and a norm come after.
+        """Sets the methods for sums that a residual and a norm follow.
 
         Args:
             choices: As for sums alone.
@@ -126,11 +126,11 @@ class AllReduce:
         self.report = replace(self.report, words=words, times=(*self.report.times, *times))
 
     def refuse(self, name: str, why: str) -> None:
-        """Notes that something is not used since its trial failed."""
+        """Notes a method that is not used because its trial failed, and why."""
         self.report = replace(self.report, refused=(*self.report.refused, (name, why)))
 
     def note(self, name: str) -> None:
-        """Counts a sum of a method that was called elsewhere."""
+        """Counts a sum that was computed by calling a method directly."""
         self._calls[name] += 1
 
     def method(self, num_bytes: int) -> SumMethod:
@@ -161,7 +161,7 @@ class AllReduce:
         return None
 
     def counts(self) -> dict[str, int]:
-        """How often each method has been called, by its name; of the backend, calls in CUDA graphs count as they are captured."""
+        """How often each method has been called, by name. The backend's calls in CUDA graphs count once, at capture."""
         methods: dict[str, _Method] = {each.method.name: each.method for each in self._choices}
         # The sums of what sums apart are counted.
         methods |= {each.method.name: each.method for each in self._normed if each.method.name != APART}
@@ -170,7 +170,7 @@ class AllReduce:
 
 
 class Apart:
-    """A sum, and the rest of it apart from it. Implements :class:`NormedMethod`.
+    """A sum, followed by a separate addition and norm. Implements :class:`NormedMethod`.
 
     Args:
         sums: Sums.
@@ -205,7 +205,8 @@ def _words(choices: Sequence[Choice[MethodT]]) -> str:
 
 
 def add_up(parts: Sequence[Tensor], result: Tensor) -> None:
-    """Writes the sum of the parts in their order, in float32 if they have fewer bits, rounded once: what methods give."""
+    """Writes the sum of the parts in their order, in float32 if they have fewer bits, rounded once: the result that every method
+    must give."""
     first, *others = parts
     if result.dtype not in (torch.bfloat16, torch.float16):
         result.copy_(first)

@@ -1,4 +1,4 @@
-"""Chooses what sums tensors, by size: methods whose sums are exact are timed on this machine, by all ranks together."""
+"""Chooses the all-reduce method for each size. All ranks together time the methods whose sums are exact on this machine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from sapwood_worker.records.model_info import SUM_SIZES, SumTime
 logger = logging.getLogger(__name__)
 
 
-# Tensors by which methods that sum are tried: each tells what was wrong.
+# Test tensors for all-reduce methods: each reports what was wrong.
 
 
 _COUNTS = (1, 1000, 100_003)
 WIDTH = 4096
-"""Numbers of a row that is normed: one, since a kernel is compiled for each."""
+"""The one row width of normed test tensors; one only, since a kernel is compiled for each width."""
 _ROWS = (1, 5, 70)
 _EPS = 1e-6
 
@@ -54,7 +54,7 @@ class Case(Protocol):
         ...
 
     def wrong(self, every: Tensor) -> str:
-        """What the last run made wrong, given all ranks' tensors, [size, ...]; empty: nothing."""
+        """The faults of the last run, given all ranks' tensors, [size, ...]; empty: none."""
         ...
 
 
@@ -135,7 +135,7 @@ def sum_cases(method: SumMethod, dtype: torch.dtype, ops: DeviceOps, group: Grou
 
 
 def normed_cases(method: NormedMethod, dtype: torch.dtype, ops: DeviceOps, group: Group) -> Iterator[Case]:
-    """Tensors of several sizes that a method takes which also adds a residual and norms."""
+    """Tensors of several sizes for a method that also adds a residual and norms."""
     cases = (_NormedCase(method, (rows, WIDTH), dtype, ops) for rows in _ROWS)
     yield from (case for case in cases if case.taken)
 
@@ -143,23 +143,23 @@ def normed_cases(method: NormedMethod, dtype: torch.dtype, ops: DeviceOps, group
 _ROUNDS = 4
 _CALLS = 3
 _CLEARLY = 0.9
-"""What a method's seconds are to be of another's, at most, to take its place."""
+"""A method replaces another only if its seconds are at most this share of the other's."""
 
 Timer = Callable[[Callable[[], None]], float]
 """Seconds of one call, of several."""
 Replay = Callable[[Callable[[], None]], Callable[[], None]]
-"""What runs a call again as a model's steps do: where they are CUDA graphs, one of that call."""
+"""Makes a function that repeats a call as a model's steps do: if steps are CUDA graphs, it replays a graph of the call."""
 
 
 class Trial:
     """Tries methods; called by all ranks together.
 
     Args:
-        group: The ranks, whose ``all_gather`` gives what sums are compared with.
+        group: The ranks. Sums are compared with the sum of their ``all_gather``.
         ops: The operations of the device where the tensors are.
         dtypes: Of the tensors that are tried; the first is timed.
         timer: Measures a call.
-        replay: Makes of a call what the model runs.
+        replay: Turns a call into the form in which the model runs it.
     """
 
     def __init__(
@@ -174,11 +174,11 @@ class Trial:
         """What sums tensors.
 
         Args:
-            name: ``auto``, or the method to take whatever the size.
-            backend: What needs no test.
-            own: Other methods that this machine has, by name; those are used that all ranks have.
-            own_rows: Whether ranks take rows to all ranks and get the sums of their own, and it is this that is timed. Nobody
-                needs the others' sums then: two-shot is not among the methods.
+            name: ``auto``, or one method for all sizes.
+            backend: The method that needs no test.
+            own: Other methods of this machine, by name; only methods that all ranks have are used.
+            own_rows: Whether to time the two exchanges of data-parallel attention: rows to all ranks, and sums of a rank's own
+                rows back. No rank needs the others' sums then, so two-shot is left out.
 
         Raises:
             ConfigError: The method that ``name`` asks for cannot be used.
@@ -206,8 +206,8 @@ class Trial:
         return table
 
     def choose_normed(self, name: str, table: AllReduce, own: Mapping[str, NormedMethod]) -> None:
-        """Has a table take what is quickest for each size where a residual and a norm come after: one of ``own``, or a sum of the
-        table's, then the rest.
+        """Sets in a table the quickest method for each size of sums that a residual and a norm follow: one of ``own``, or the
+        table's sum with a separate norm.
 
         Args:
             name: As for :meth:`choose`.
@@ -243,7 +243,7 @@ class Trial:
         own: Mapping[str, MethodT],
         cases: Callable[[MethodT, torch.dtype, DeviceOps, Group], Iterable[Case]],
     ) -> tuple[dict[str, MethodT], dict[str, str]]:
-        """The methods that all ranks have and that are right on all of them; and what is wrong with the others."""
+        """The methods that all ranks have and that are right on all ranks, and the faults of the other methods."""
         found, refused = {}, {}
         for name in sorted(set.intersection(*(set(each) for each in self._group.exchange(sorted(own), list[str])))):
             fault = self.fault(
@@ -257,7 +257,7 @@ class Trial:
         return found, refused
 
     def fault(self, cases: Iterable[Case]) -> str:
-        """What is wrong with any of the cases, on any rank; empty: nothing."""
+        """The first fault in any of the cases, on any rank; empty: none."""
         for case in cases:
             faults = [(rank, each) for rank, each in enumerate(self._group.exchange(self._try(case), str)) if each]
             if faults:  # all ranks stop here
@@ -265,11 +265,11 @@ class Trial:
         return ""
 
     def _try(self, case: Case) -> str:
-        """What is wrong with a case, here: once as it comes, then again and again as steps do."""
+        """Runs a case on this rank, once alone and then repeatedly as in steps; returns the fault."""
         said, x = "", case.x
         run = case.run
         x.zero_()
-        try:  # a rank may compile for longer than others wait: what comes of this one nobody looks at
+        try:  # a rank may compile for longer than others wait, so the result of this call is ignored
             run()
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
@@ -303,7 +303,8 @@ class Trial:
 
 
 def _choices(picked: Sequence[tuple[int, MethodT]], backend: MethodT) -> list[Choice[MethodT]]:
-    """Neighbouring sizes of one method together; above what it takes the backend, or what else takes all."""
+    """Joins neighbouring sizes of one method. Above the largest size of a method comes the backend, or another method without a
+    limit."""
     runs = [list(run) for _, run in groupby(picked, key=lambda each: each[1].name)]
     choices = [Choice(run[-1][0], run[-1][1]) for run in runs[:-1]]
     last = runs[-1][-1][1]
@@ -314,7 +315,7 @@ def _choices(picked: Sequence[tuple[int, MethodT]], backend: MethodT) -> list[Ch
 
 
 def _quickest(times: Sequence[SumTime]) -> list[tuple[int, str]]:
-    """The method for each size: that of the size before, unless another is clearly quicker."""
+    """The method for each size: the method of the next smaller size, unless another is clearly quicker."""
     picked: list[tuple[int, str]] = []
     for size, of in groupby(times, key=lambda each: each.num_bytes):
         seconds = {each.method: each.seconds for each in of}

@@ -1,4 +1,4 @@
-"""The registry of what sums tensors beside torch's backend, by the kind of device, and the choice among them."""
+"""The registry of all-reduce methods besides torch's backend, by kind of device, and the choice among them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def choose_sums(parallel: Parallel, name: str, device: torch.device, ranks_on_host: int, seconds: float) -> None:
-    """Has the ranks of a layer sum by what ``name`` asks for; called by all ranks together, once.
+    """Sets the all-reduce methods of a layer's ranks by ``name``; called by all ranks together, once.
 
     Args:
-        parallel: The groups, whose sums are torch's backend's.
-        name: ``auto``: the quickest for each size; or the method to take.
+        parallel: The groups. Until now they sum with torch's backend.
+        name: ``auto`` for the quickest method of each size, or the name of one method.
         device: Where the tensors are.
-        ranks_on_host: How many of all ranks are on each host.
-        seconds: Seconds after which a rank that does not come to a sum is an error.
+        ranks_on_host: How many ranks are on each host.
+        seconds: Seconds to wait for a rank that does not join a sum; then it is an error.
 
     Raises:
         ConfigError: The method that ``name`` asks for cannot be used here.
@@ -74,7 +74,7 @@ def _on_gpus(group: TorchGroup, name: str, device: torch.device, seconds: float,
     table = trial.choose(name, group.backend, {each.name: each for each in made}, own_rows=own_rows)
     if not own_rows:
         trial.choose_normed(name, table, {each.name: each for each in normed})
-    for each in (*made, *normed):  # from now on they wait for as long as it takes
+    for each in (*made, *normed):  # from now on they wait without limit
         each.wait_forever()
     return table
 

@@ -1,4 +1,4 @@
-"""Ranks that have rows of their own, and layers that all of them compute together."""
+"""Data-parallel attention: each rank has rows of its own, and all ranks compute some layers together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.distributed.group import Group
 
 _LEAST_SAVED = 8 << 20
-"""Bytes of padding that each exchange by itself is to save, at least: about what a link carries while one begins."""
+"""The least bytes of padding that each separate exchange must save: about what a link carries while an exchange starts."""
 
 
 class DataParallelRows:
-    """Takes rows from the ranks that have them to layers that are split over all ranks, and the layers' sums back.
+    """Sends rows from the ranks that have them to layers that are split over all ranks, and returns the layers' sums.
 
     Each rank pads its rows to the number of the rank that has most; padding rows are not computed. Where few ranks have many
-    rows, for example one long prompt, each of them sends its rows by itself, and the others none. Before the first :meth:`begin`,
-    for example while a graph is captured, every rank has the same number of rows.
+    rows, for example one long prompt, each of these ranks sends its rows in a separate exchange, and the others send none. Before
+    the first :meth:`begin`, for example while a graph is captured, every rank has the same number of rows.
 
     Args:
         group: The ranks.
@@ -29,7 +29,8 @@ class DataParallelRows:
 
     Attributes:
         seen: int64 [1]: a digest of the rows that this rank has computed layers for since :meth:`begin`; the code that takes
-            rows to a layer updates it. They are all ranks' rows, so that it is the same on every rank, or one of them got others.
+            rows to a layer updates it. The digest covers all ranks' rows, so it must be the same on every rank; if not, a rank
+            got other rows.
     """
 
     def __init__(self, group: Group, ops: DeviceOps) -> None:
@@ -42,15 +43,15 @@ class DataParallelRows:
         self._told = False
 
     def begin(self, counts: Sequence[int]) -> None:
-        """Tells how many rows each rank has in what is computed next; the host does not wait for the device."""
+        """Sets how many rows each rank has in the next computation; the host does not wait for the device."""
         self._told, self._places = True, None
         self.seen.zero_()
         self._counts = counts
         self._most, self._own = max(counts), counts[self._group.rank]
 
     def forget(self) -> None:
-        """Makes it as before the first :meth:`begin`. The builder of a model calls this, because the model's graphs are captured
-        with this state; another model of the same ranks may have computed steps."""
+        """Restores the state before the first :meth:`begin`. The builder of a model calls this, because the model's graphs are
+        captured with this state; another model of the same ranks may have computed steps."""
         self._told, self._places = False, None
 
     def sizes(self, rows: int) -> tuple[int, int]:
@@ -58,8 +59,8 @@ class DataParallelRows:
         return (self._own, self._most) if self._told else (rows, rows)
 
     def gather(self, x: Tensor) -> Tensor:
-        """This rank's rows [T, W] -> all ranks' in their order, [sum of the counts, W]; rows beyond the own count stay here. May
-        be x itself."""
+        """This rank's rows [T, W] -> all ranks' in their order, [sum of the counts, W]; rows beyond the rank's own count are not
+        sent. The result may be x itself."""
         if not self._told:
             return self._group.gather_rows(x)
         own = x[: self._own]
@@ -89,10 +90,11 @@ class DataParallelRows:
         return _padded(self._group.reduce_scatter(x)[: self._own], rows)
 
     def _apart(self, x: Tensor) -> bool:
-        """Whether ranks that have rows exchange them one by one. All ranks say the same of rows like x."""
+        """Whether ranks exchange their rows one rank at a time. All ranks give the same answer for rows like x."""
         size, most, rows = self._group.size, self._most, sum(self._counts)
         padding = (size * most - rows) * x.shape[1] * x.element_size()
-        # Padded, each rank gets as many rows as the longest from each other, of all at once; one by one, all there are.
+        # In one padded exchange, each rank gets as many rows from each other rank as the longest has; rank by rank, only real
+        # rows.
         return rows <= (size - 1) * most and padding > sum(count > 0 for count in self._counts) * _LEAST_SAVED
 
     def _rows(self, every: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -102,7 +104,8 @@ class DataParallelRows:
                 yield rank, rows
 
     def _filled(self) -> Tensor | None:
-        """int64 [sum of the counts]: which of all ranks' padded rows are rows; None: all. Made for the first layer that needs
+        """int64 [sum of the counts]: which of all ranks' padded rows are real rows; None: all. Made for the first layer that
+        needs
         it: a step that replays a graph does not."""
         if self._places is None and min(self._counts) < self._most:
             places = [np.arange(count) + rank * self._most for rank, count in enumerate(self._counts)]

@@ -1,4 +1,4 @@
-"""All-to-all for experts: rows that go from rank to rank by their experts."""
+"""All-to-all for experts: sends rows to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from sapwood_worker.model.distributed.shared_memory_all_reduce import SharedMeet
 logger = logging.getLogger(__name__)
 
 
-# The registry of rows' ways, by the kind of device, and the trial that says whether they are used.
+# The registry of all-to-all implementations, by kind of device, and the trial that decides whether they are used.
 
 
 _MOST_BYTES = 128 << 20
 """Bytes of a rank's region, about: 580 rows of DeepSeek-V3's width for each of 8 ranks."""
 _MOST_ROWS = 1024
 _SECONDS = 1800.0
-"""Seconds after which a CPU rank that does not come is an error: another may yet read its weights."""
+"""Seconds to wait for a CPU rank before it is an error: it may still read its weights."""
 _TURNS = 3
 
 
 def choose_exchange(group: Group, rows: DataParallelRows, shape: RowShape, ops: DeviceOps) -> ExpertExchange | None:
-    """What sends rows to the ranks of their experts, if it is right on this machine; called by all ranks together.
+    """Chooses the all-to-all for experts, if it is right on this machine; called by all ranks together.
 
     Args:
         group: The ranks. Each rank has some of the experts.
@@ -62,7 +62,7 @@ def choose_exchange(group: Group, rows: DataParallelRows, shape: RowShape, ops: 
 
 
 def _fault(group: Group, ways: RowWays, ops: DeviceOps, replay: Replay) -> str:
-    """What is wrong with them, on any rank; empty: nothing."""
+    """The first fault of the all-to-all on any rank; empty: none."""
     for rows in dict.fromkeys((1, min(5, ways.most_rows), min(70, ways.most_rows))):
         said = group.exchange(_try(group, ways, rows, ops, replay), str)
         faults = [(rank, each) for rank, each in enumerate(said) if each]
@@ -110,13 +110,13 @@ def _try(group: Group, ways: RowWays, rows: int, ops: DeviceOps, replay: Replay)
 
 
 def _made(x: Tensor, ids: Tensor, weights: Tensor, here: range) -> Tensor:
-    """What dummy experts make of rows: each row times the sum of its weights for the experts that are here."""
+    """The output of dummy experts: each row times the sum of its weights for the experts of this rank."""
     mine = (ids >= here.start) & (ids < here.stop)
     return x * torch.where(mine, weights, 0.0).sum(1, keepdim=True).to(x.dtype)
 
 
 def _wrong(group: Group, shape: RowShape, every: Sequence[Tensor], out: Tensor, counts: Tensor) -> str:
-    """What came out wrong, given all ranks' rows, experts and weights; empty: nothing."""
+    """The faults in the results, given all ranks' rows, experts and weights; empty: none."""
     x, ids, weights = every
     if shape.float8:
         x = from_float8(*to_float8(x), x.dtype)
@@ -156,19 +156,20 @@ def _on_gpus(group: Group, shape: RowShape, most_rows: int, device: torch.device
 _WAYS: Mapping[str, Callable[[Group, RowShape, int, torch.device], _Found | None]] = {"cpu": _on_cpus, "cuda": _on_gpus}
 
 
-# Rows' ways between CPU processes of one host, over memory that they share.
+# All-to-all between CPU processes of one host, over memory that they share.
 class SharedRows:
     """Implements :class:`~sapwood_worker.model.distributed.expert_exchange.RowWays`; made by all ranks together.
 
-    The memory has one place for each row of each rank at each rank. They are written again without more ado: a rank that begins
-    the next dispatch has met all others in this one's return, which they begin when their experts are done with the rows.
+    The memory has one place for each row of each rank at each rank. The places are overwritten without further synchronisation:
+    a rank that begins the next dispatch has met all others in the combine of this one, and they begin that when their experts no
+    longer need the rows.
 
     Args:
         group: The ranks.
         shape: The rows.
         most_rows: Rows of a rank at a time, at most.
         library: The compiled library.
-        seconds: Seconds after which a rank that does not come is an error.
+        seconds: Seconds to wait for a rank before it is an error.
     """
 
     def __init__(self, group: Group, shape: RowShape, most_rows: int, library: NativeLibrary, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The sum of rows' experts where each rank has rows and experts of its own: rows go to the ranks of their experts only."""
+"""All-to-all for experts: each rank has rows and experts of its own, and rows are sent only to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from sapwood_worker.model.distributed.group import Group
 
 
 class RowWays(Protocol):
-    """Takes rows to ranks and their sums back; all ranks make the same calls in the same order.
+    """Sends rows to ranks and returns their sums; all ranks make the same calls in the same order.
 
     Attributes:
         shape: The rows.
         most_rows: Rows of a rank at a time, at most.
-        moved: int64 [2]: rows that all ranks have sent to others, each rank counted that got one, and their rows.
+        moved: int64 [2]: how many rows all ranks have sent to others, counted once for each receiving rank, and how many rows all
+            ranks had.
     """
 
     shape: RowShape
@@ -37,20 +38,18 @@ class RowWays(Protocol):
             ids: Integers [T, k]: their experts, E for none.
             weights: float32 [T, k].
             holders: Integers [T, k]: the ranks that have them; the number of ranks for none.
-            rows: Rows of the rank that has most, the same on all; at most :attr:`most_rows`.
-            counts: int64 [E]: what each expert gets from all ranks is added.
-
-        Returns:
-            For ``rows`` of each rank, rank after rank: the row, undefined where none of its experts is here; its experts, E for
-            none; their weights, float32.
+            rows: The rows of the rank that has most, the same number on all ranks; at most :attr:`most_rows`.
+            counts: int64 [E]: the number of rows that each expert gets from all ranks is added. Returns: For ``rows`` of each
+            rank, rank after rank: the row, undefined if none of its experts is on this rank; its experts, E for none; their
+                weights, float32.
         """
         ...
 
     def combine(self, part: Tensor, holders: Tensor, rows: int) -> Tensor:
-        """Sends back what experts made of rows.
+        """Sends the experts' outputs back to the rows' ranks.
 
         Args:
-            part: [ranks * rows, N]: what this rank's experts made of each row that it got.
+            part: [ranks * rows, N]: the output of this rank's experts for each received row.
             holders, rows: As for :meth:`dispatch`.
 
         Returns:
@@ -60,8 +59,8 @@ class RowWays(Protocol):
 
 
 class ExpertExchange:
-    """Has the experts of all ranks compute this rank's rows. A large batch goes to all ranks, because all ranks would get most of
-    its rows anyway.
+    """Computes this rank's rows with the experts of all ranks. A large batch goes to all ranks, because all ranks would get most
+    of its rows anyway.
 
     Args:
         group: The ranks.
@@ -90,11 +89,12 @@ class ExpertExchange:
         """The sums of rows' experts.
 
         Args:
-            x: [T, N]: this rank's rows; those beyond its own pad a step, and what becomes of them is undefined.
+            x: [T, N]: this rank's rows; rows beyond its own are padding, and their results are undefined.
             ids: Integers [T, k]: what the router chose.
             weights: float32 [T, k].
-            experts: This rank's: of rows, their experts and weights, as many rows with the part of their sums that is made here.
-            holders: Gives, for rows' experts and the number of the first row among all ranks', the ranks that have them.
+            experts: This rank's experts: take rows, their experts and weights, and return this rank's part of each row's sum.
+            holders: Takes rows' experts and the index of the first row among all ranks' rows; returns the ranks that have these
+                experts.
             counts: int64 [E]: what each expert gets from all ranks is added.
 
         Returns:
@@ -108,15 +108,15 @@ class ExpertExchange:
             return self._rows.scatter_sum(experts(every, chosen, self._rows.gather(weights)), len(x))
         where = holders(ids[:own], self._group.rank * most)
         sent = self._ways.dispatch(x[:own].contiguous(), ids[:own], weights[:own], where, most, counts)
-        # The weights are what all ranks have of all rows; whole words of 8 bytes, however many there are.
+        # The weights of all rows, on all ranks; padded to whole words of 8 bytes.
         self._ops.add_digest(sent[2].double(), self._rows.seen)
         return F.pad(self._ways.combine(experts(*sent), where, most), (0, 0, 0, len(x) - own))
 
     def exchanged_bytes(self, tokens: int) -> int:
-        """Bytes of rows and sums that all ranks have given each other by :attr:`told`.
+        """Bytes of rows and sums that all ranks had sent each other at the last read of :attr:`told`.
 
         Args:
-            tokens: What all experts of all layers had got by then.
+            tokens: How many tokens all experts of all layers had got at that time.
         """
         shape = self._ways.shape
         sent, rows = self.told

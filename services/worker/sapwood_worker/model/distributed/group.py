@@ -1,4 +1,4 @@
-"""A group of ranks and what it does together."""
+"""A group of ranks and its collective operations."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ValueT = TypeVar("ValueT")
 
 
 class Group:
-    """Ranks that compute one thing together, all making the same calls in the same order. This class: a rank alone.
+    """Ranks that compute together and all make the same calls in the same order. This class is a group of one rank.
 
-    Layers ask for the size once, when they are built: in a group of one rank nothing is called.
+    Layers read the size once, when they are built: in a group of one rank they call nothing.
 
     Attributes:
         rank: This process's place in the group, from 0.
         size: Ranks in the group.
         sums: How it sums tensors, where there is a choice.
-        overlap: Sums long products and experts in pieces; None: they are summed whole.
+        overlap: Sums long products and experts in chunks; None: they are summed whole.
         partial: True if :meth:`all_reduce` leaves each rank its part, and the layer's caller sums the parts.
     """
 
@@ -38,7 +38,7 @@ class Group:
 
     @property
     def report(self) -> SumChoices:
-        """What sums tensors, for operators."""
+        """The all-reduce methods, for operators."""
         if self.sums is None or self.overlap is None or not self.overlap.words:
             return SumChoices() if self.sums is None else self.sums.report
         report = self.sums.report
@@ -50,11 +50,12 @@ class Group:
         return found if self.overlap is None else found | {OVERLAPPED: self.overlap.summed}
 
     def waiting(self) -> AbstractContextManager[None]:
-        """While an exchange of all its ranks continues, which is shown to who watches them."""
+        """Marks an exchange of all ranks as running, for the watchdog."""
         return nullcontext()
 
     def rehearsing(self) -> AbstractContextManager[None]:
-        """While this rank goes through layers alone, to see what they launch: sums are left out, and rows of others undefined."""
+        """Within the block this rank runs layers alone, to see which kernels they launch: sums are left out, and other ranks'
+        rows are undefined."""
         return nullcontext()
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class Group:
             norm: What comes next.
 
         Returns:
-            [T, N]: what the norm gives of the residual, where that was computed in the same pass; else None.
+            [T, N]: the normed residual, if it was computed in the same pass; else None.
         """
         residual += self.all_reduce(x)
         return None
@@ -88,7 +89,7 @@ class Group:
         return x
 
     def reduce(self, x: Tensor, target: int) -> Tensor:
-        """Sums x over the ranks, in place, for the rank ``target``; elsewhere x is undefined then. Returns x."""
+        """Sums x over the ranks, in place, for the rank ``target``; on other ranks x is then undefined. Returns x."""
         return x
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -96,15 +97,16 @@ class Group:
         return x
 
     def send(self, x: Tensor, target: int) -> None:
-        """Hands x to another rank, which receives in the order of sending; may return before. x is not to be changed any more."""
+        """Sends x to another rank, which receives in the order of sending; may return before that. The caller must not change x
+        any more."""
         raise AssertionError("there is no other rank")
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Overwrites x with what another rank sends next; returns x."""
+        """Overwrites x with the next tensor from another rank; returns x."""
         raise AssertionError("there is no other rank")
 
     def connect(self, device: torch.device) -> None:
-        """Sends something from each rank to each other, so that no later exchange has to make their connection first."""
+        """Sends a message from each rank to each other rank, so that all connections exist before later exchanges."""
         nothing = torch.zeros(1, device=device)
         for source in range(self.size):
             for target in range(self.size):
@@ -114,10 +116,10 @@ class Group:
                     self.receive(torch.empty_like(nothing), source)
 
     def exchange(self, value: ValueT, kind: Any) -> list[ValueT]:
-        """The ranks' values in their order; for the start: slow.
+        """The ranks' values in their order. It is slow, for use at the start only.
 
         Args:
             value: This rank's.
-            kind: The type of every rank's: what comes is checked against it, and nothing of it is run.
+            kind: The type of every rank's value: received data is checked against it and never executed.
         """
         return [value]

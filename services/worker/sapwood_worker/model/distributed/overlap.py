@@ -1,8 +1,8 @@
 """Splits long products and experts into chunks: while one chunk is all-reduced over the ranks, the next is computed.
 
-Where a norm reads the sums next, nobody waits for the last pieces. What comes after the norm is computed piece by piece, too,
-each when its sum is there, so that sums also run beside the products of the next layer. Only around the first and the last sum
-of a step is there nothing else to compute.
+If a norm reads the sums next, the layer does not wait for the last chunks. The work after the norm is computed chunk by chunk
+too, each after its sum, so that sums also overlap with the next layer's products. Only the first and the last sum of a step
+overlap with nothing.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from torch import Tensor
 CutKind = Literal["products", "layers of experts"]
 """A kind of work with a table of its own: a product, or the part of a layer with experts after its attention."""
 Cuts = Sequence[tuple[int, int]]
-"""In how many pieces rows are cut: pairs of the least rows and the pieces, ascending by rows."""
+"""Into how many chunks rows are cut: pairs of the least number of rows and the number of chunks, ascending by rows."""
 
 _FEWEST_ROWS = 256
-"""Rows of a piece, at least, where it is tried in how many something is cut."""
+"""The fewest rows of a chunk in trials of the number of chunks."""
 _FEWEST_OF: dict[CutKind, int] = {"products": 2, "layers of experts": 8}
-"""Times that, the fewest rows that are tried: each piece reads all experts."""
+"""The fewest rows that are tried, as a multiple of the above; each chunk of experts reads all experts."""
 _MOST_ROWS = 8192
 """The most rows that are tried."""
 _COUNTS = (1, 2, 4)
 _CLEARLY = 0.95
-"""What more pieces are to take of fewer pieces' seconds, at most."""
+"""More chunks are used only if they take at most this share of the seconds of fewer chunks."""
 
 
 class Aside(Protocol):
-    """Runs calls beside what else is computed, one after another."""
+    """Runs calls one after another, in parallel with other computation."""
 
     def __call__(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Begins a call that reads what was computed so far; what it returns has what is computed next see the call's results."""
+        """Begins a call that reads all results computed so far. Returns a function that makes later computation wait for the
+        call's results."""
         ...
 
 
 class SideThread:
-    """A thread of its own, on a CPU. Implements :class:`Aside`."""
+    """A separate thread, on a CPU. Implements :class:`Aside`."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="sums")
@@ -50,14 +51,14 @@ class SideThread:
 
 
 class SideStream:
-    """A CUDA stream of its own, also where a graph is captured. Implements :class:`Aside`.
+    """A separate CUDA stream, also during graph capture. Implements :class:`Aside`.
 
     Args:
         device: The GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Where both have blocks to run, those of the sum come first: other ranks wait for them.
+        # If both streams have blocks to run, the sum's blocks come first, because other ranks wait for them.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def __call__(self, call: Callable[[], object]) -> Callable[[], object]:
@@ -69,11 +70,11 @@ class SideStream:
 
 
 class Coming:
-    """A residual to which sums are still to be added, piece by piece.
+    """A residual to which sums must still be added, chunk by chunk.
 
     Args:
         residual: [T, N].
-        pieces: Of its rows, in their order: what is to be added, once it has been waited for.
+        pieces: For each chunk of its rows, in order, a function that waits for the sum and returns it.
 
     Attributes:
         residual: The argument; complete once all pieces have been taken.
@@ -91,20 +92,20 @@ class Coming:
             yield part, rows
 
     def settle(self) -> None:
-        """Adds what nobody has taken."""
+        """Adds the chunks that have not been taken."""
         for part, rows in self:
             rows += part
 
 
 class Overlap:
-    """Cuts products along their rows, and sums pieces while others are computed.
+    """Cuts products along their rows, and sums chunks while others are computed.
 
     Args:
         sums: Sums a tensor over the ranks, in place; all make the same calls in the same order.
         aside: Runs the sums.
 
     Attributes:
-        summed: Pieces that were summed so far.
+        summed: How many chunks were summed so far.
     """
 
     def __init__(self, sums: Callable[[Tensor], object], aside: Aside) -> None:
@@ -114,12 +115,12 @@ class Overlap:
         self.summed = 0
 
     def cut(self, table: Cuts, kind: CutKind = "products") -> None:
-        """Sets in how many pieces something is cut."""
+        """Sets into how many chunks a kind of work is cut."""
         self._tables[kind] = table
 
     @property
     def words(self) -> str:
-        """In how many pieces what is cut, for people; empty: all in one."""
+        """The numbers of chunks for each kind of work, for people; empty: nothing is cut."""
         found = []
         for kind, table in self._tables.items():
             said = [f"of {rows} tokens and more in {count} pieces" for rows, count in table if count > 1]
@@ -142,9 +143,9 @@ class Overlap:
 
         Args:
             product: Gives this rank's part, row by row: [T, K] -> [T, N], a new tensor.
-            pieces: The inputs, [T, K] together; each is taken when the products of those before have been begun.
+            pieces: The inputs, [T, K] together; each is read after the products of the earlier ones have been started.
             residual: [T, N].
-            left: The last sums are left under way, in :meth:`coming`; there is a residual.
+            left: Whether to leave the last sums running, in :meth:`coming`; this needs a residual.
         """
         parts: list[Tensor] = []
         waits: list[Callable[[], object]] = []
@@ -190,7 +191,7 @@ def counts_tried(rows: int) -> list[int]:
 
 
 def best_table(seconds: Sequence[tuple[int, int, float]], captured: int = 0) -> list[tuple[int, int]]:
-    """What :meth:`Overlap.cut` takes.
+    """The table for :meth:`Overlap.cut`.
 
     Args:
         seconds: The measured seconds for a number of rows and a number of chunks, in their order.

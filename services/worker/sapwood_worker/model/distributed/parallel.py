@@ -1,4 +1,4 @@
-"""A rank's groups, and its part of what is split over them."""
+"""A rank's groups, and its part of the things that are split over them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class Parallel:
         tp: Tensor parallel: heads, MLP and vocabulary of each layer are split.
         pp: Pipeline parallel: each rank, a *stage*, has some of the layers.
         dp: Data parallel: requests are split.
-        ep: Expert parallel: each rank has some of the experts, whole; of one rank: all have a part of each by ``tp``.
-        redundant_experts: Slots of a layer beyond one for each expert, over the ranks of ``ep``.
-        rows: With data-parallel attention, how the ranks of ``tp``, each of which has requests of its own, compute MLPs together;
-            None: all ranks have all rows.
+        ep: Expert parallel: each rank has some of the experts, whole. If this group has one rank, ``tp`` splits each expert
+            instead.
+        redundant_experts: A layer's additional expert slots, beyond one for each expert, over the ranks of ``ep``.
+        rows: With data-parallel attention, how the ranks of ``tp`` exchange their rows to compute MLPs together; None: all ranks
+            have all rows.
         dispatch: How such rows go to the experts of ``ep``.
-        expert_exchange: Takes them to the ranks of their experts only; None: they go to all ranks.
+        expert_exchange: Sends rows only to the ranks of their experts; None: rows go to all ranks.
     """
 
     tp: Group = field(default_factory=Group)
@@ -42,23 +43,23 @@ class Parallel:
 
     @property
     def attending(self) -> Parallel:
-        """The groups of what is not split where ranks have requests of their own: attention and vocabulary."""
+        """The groups for attention and vocabulary, which are not split with data-parallel attention."""
         return self if self.rows is None else Parallel(pp=self.pp)
 
     @property
     def dispatched(self) -> Parallel:
-        """The groups of a mixture of experts to which each rank sends its own rows: only the experts are split."""
+        """The groups for a mixture of experts to which each rank sends its own rows: only the experts are split."""
         return Parallel(
             pp=self.pp, ep=self.ep, redundant_experts=self.redundant_experts, expert_exchange=self.expert_exchange
         )
 
     @property
     def joined(self) -> Parallel:
-        """The groups of what all ranks compute together: MLPs and experts."""
+        """The groups for MLPs and experts, which all ranks compute together."""
         return self if self.rows is None else replace(self, tp=PartialSums(self.tp))
 
     def own_layers(self, costs: Sequence[int]) -> range:
-        """The layers that this rank's stage has, given what each costs.
+        """The layers of this rank's stage, given the cost of each layer.
 
         Raises:
             ConfigError: There are fewer layers than stages.
@@ -78,7 +79,7 @@ class Parallel:
             what: Their name in error messages.
             count: How many there are.
             width: Numbers of each.
-            copies: Whether ranks share one where there are fewer things than ranks.
+            copies: Whether ranks share one thing if there are fewer things than ranks.
 
         Raises:
             ConfigError: The heads or outputs cannot be split over this many ranks.
@@ -96,7 +97,7 @@ class Parallel:
         """Which of this many experts this rank has, with expert parallelism.
 
         Raises:
-            ConfigError: Ranks would have more or fewer than others.
+            ConfigError: Ranks would have unequal numbers of experts.
         """
         ranks = self.ep.size
         if count % ranks:
@@ -107,7 +108,7 @@ class Parallel:
         """How many of a layer's experts this rank has room for beyond its own.
 
         Raises:
-            ConfigError: Ranks would have more or less room than others, or more than for all experts.
+            ConfigError: Ranks would have unequal room, or room for more than all experts.
         """
         most = experts * (self.ep.size - 1)
         if self.redundant_experts > most:
@@ -122,7 +123,7 @@ class Parallel:
         return self.redundant_experts // self.ep.size
 
     def shard_expert(self, what: str, width: int) -> Span:
-        """This rank's part of an expert's width: all of it where ranks have whole experts.
+        """This rank's part of an expert's width: the whole width if ranks have whole experts.
 
         Args:
             what: Its name in error messages.
@@ -134,14 +135,15 @@ class Parallel:
         return whole(width) if self.ep.size > 1 else self.shard(what, width)
 
     def shard_rows(self, count: int) -> Span:
-        """This rank's part of ``count`` rows: the same number for each rank but for the last ones, which may have fewer."""
+        """This rank's part of ``count`` rows: the same number for each rank, except that the last ranks may have fewer."""
         each = -(-count // self.tp.size)
         start = min(self.tp.rank * each, count)
         return Span(start, min(each, count - start), count)
 
 
 def split_layers(costs: Sequence[int], stages: int) -> list[range]:
-    """Neighbouring layers for each stage, at least one, so that the dearest stage is as cheap as it can be. O(layers^2 * stages).
+    """Neighbouring layers for each stage, at least one, so that the most expensive stage is as cheap as possible. O(layers^2 *
+    stages).
 
     Args:
         costs: What each layer costs; there are at least as many layers as stages.
@@ -149,7 +151,7 @@ def split_layers(costs: Sequence[int], stages: int) -> list[range]:
     """
     before = [0, *accumulate(costs)]
     count = len(costs)
-    # For the first n layers: what the dearest stage costs, and where the last one begins.
+    # For the first n layers: the cost of the most expensive stage, and where the last stage begins.
     best: list[tuple[int, int]] = [(before[n], 0) for n in range(count + 1)]
     starts: list[list[int]] = []
     for stage in range(1, stages):

@@ -17,13 +17,13 @@ from sapwood_kernels.ranks.triton_row_exchange import RowExchange
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.torch_group import TorchGroup
 
-# Sums of ranks that have a GPU each on one host, over memory that they reach of each other.
+# All-reduce for ranks with a GPU each on one host, over memory of each other's GPUs.
 
 
 # Memory of a GPU that the processes of the host's other GPUs read and write: CUDA IPC, by the driver's own calls.
 #
-# torch's allocator would share whole blocks of its own. Memory of our own keeps out of its way, and out of the trials
-# that measure what memory is left.
+# torch's allocator would share whole blocks of its own. Separate memory does not interfere with it, or with the trials # that
+# measure free memory.
 
 
 _HANDLE_BYTES = 64
@@ -44,10 +44,10 @@ class PeerMemory:
         device: This rank's GPU, with its index.
 
     Attributes:
-        addresses: Of each rank's region, as this process sees them.
+        addresses: The address of each rank's region in this process.
 
     Raises:
-        RuntimeError: Not all ranks can reach all regions; said by each rank.
+        RuntimeError: Not all ranks can reach all regions; every rank raises it.
     """
 
     def __init__(self, group: Group, num_bytes: int, device: torch.device) -> None:
@@ -98,21 +98,20 @@ def _raise_first(said: Sequence[str]) -> None:
 
 
 MOST_BYTES = 16 << 20
-"""About the most bytes of a tensor that is summed this way. The memory for it is six times this size."""
+"""About the largest size of a tensor that is summed this way. The memory for it is six times this size."""
 _TRIAL_TRIES = 1 << 23
-"""How often a rank looks for what others write while a method is tried: for some seconds, as they may yet compile the kernel."""
+"""How often a rank polls for other ranks' data during a trial: for some seconds, because they may still compile the kernel."""
 _CALLS, _REPLAYS, _ROUNDS = 10, 3, 5
 """How a method is timed: calls in a graph, replays of the graph in a round, and rounds."""
 
 
 class _PeerMethod(ABC):
-    """What the methods have in common.
+    """The common part of the methods.
 
     Args:
         sums: The kernels; all methods share them.
-        two_shot: Which of the two ways it is.
-
-    Until :meth:`wait_forever` is called, it gives up, and is wrong, where another rank does not come.
+        two_shot: Whether it is the two-shot method. Until :meth:`wait_forever` is called, a sum gives up with a wrong result if
+    another rank does not join.
     """
 
     _normed: ClassVar[bool]
@@ -124,7 +123,7 @@ class _PeerMethod(ABC):
         self._sums, self._two_shot = sums, two_shot
 
     def wait_forever(self) -> None:
-        """Ends the trial: calls from now on wait for as long as it takes."""
+        """Ends the trial: from now on calls wait without limit."""
         self._tries = WAIT_FOREVER
 
     def replayed(self) -> int | None:
@@ -136,7 +135,7 @@ class PeerSum(_PeerMethod):
 
     Args:
         sums: As for all.
-        rows: What exchanges rows, in the same way whichever it is.
+        rows: Exchanges rows; it is the same for both methods.
         two_shot: As for all.
     """
 
@@ -159,7 +158,7 @@ class PeerSum(_PeerMethod):
         return self._rows.scatter_sum(x.contiguous(), self._tries)
 
     def replayed(self) -> int | None:
-        # Sums of a rank's own rows are told as one-shot: each rank reads all parts.
+        # Sums of a rank's own rows are reported as one-shot, because each rank reads all parts.
         return self._sums.calls(two_shot=self._two_shot) + (0 if self._two_shot else self._rows.calls())
 
 
@@ -176,7 +175,7 @@ class PeerNormedSum(_PeerMethod):
 
 
 def make_peer_sums(group: TorchGroup, device: torch.device) -> tuple[list[PeerSum], list[PeerNormedSum]]:
-    """The methods, by memory that all ranks reach; called by all ranks together.
+    """Makes the methods over memory that all ranks reach; called by all ranks together.
 
     Raises:
         RuntimeError: They do not.
@@ -206,9 +205,9 @@ def captured(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def time_on_gpu(call: Callable[[], None]) -> float:
-    """Seconds of one of many calls in a CUDA graph: the quickest of some rounds, by the GPU's clock.
+    """The time of one call, from a CUDA graph of many calls: the quickest of some rounds, by the GPU's clock.
 
-    A round begins with a replay that is not timed: ranks that come to it at other times wait for each other there.
+    A round begins with an untimed replay, in which the ranks wait for each other.
     """
 
     def some() -> None:

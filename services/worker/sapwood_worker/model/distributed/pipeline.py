@@ -1,7 +1,7 @@
-"""Stages of a pipeline: what they give each other, and the steps that are cut for them.
+"""Stages of a pipeline: the tensors that they exchange, and the micro-batches of a step.
 
-Sends have a queue of the device's beside the one that computes, and a buffer each. So a stage computes on while what it has sent
-waits for its receiver, which may still compute an earlier step. The rest is exchanged on the queue that computes: the
+Each send has a buffer of its own, and runs on a second queue of the device. So a stage continues to compute while a sent tensor
+waits for its receiver, which may still compute an earlier step. All other exchanges run on the computing queue: the
 computation there cannot continue without it, and a receive waiting on another queue would take multiprocessors from the
 computation.
 """
@@ -25,7 +25,7 @@ from sapwood_worker.records.step import Step
 
 
 class StageLink:
-    """A stage's ways to the others.
+    """A stage's connections to the other stages.
 
     Args:
         stages: The stages; this rank's place among them is its stage.
@@ -34,8 +34,8 @@ class StageLink:
         ops: The device's operations.
 
     Attributes:
-        first, last: Whether no stage comes before, or after, this one.
-        alone: Both: there is nothing to exchange.
+        first, last: Whether this is the first, or the last, stage. alone: Whether this is the only stage, so that there is
+        nothing to exchange.
     """
 
     def __init__(self, stages: Group, width: int, dtype: torch.dtype, ops: DeviceOps) -> None:
@@ -46,7 +46,7 @@ class StageLink:
             self._sending = ops.side_queue()
 
     def receive(self, tokens: int) -> Tensor:
-        """[tokens, width]: what the stage before sends next."""
+        """Returns [tokens, width]: the next tensor from the stage before."""
         return self._stages.receive(self.empty(tokens), self._stages.rank - 1)
 
     def send(self, hidden: Tensor) -> None:
@@ -56,7 +56,7 @@ class StageLink:
             self._stages.send(own, self._stages.rank + 1)
 
     def spread(self, hidden: Tensor) -> Tensor:
-        """Overwrites [R, width] with what the last stage has there; called by all stages. Returns it."""
+        """Overwrites [R, width] with the last stage's values; called by all stages. Returns the tensor."""
         return self._stages.broadcast(hidden, self._stages.size - 1)
 
     def empty(self, tokens: int) -> Tensor:
@@ -68,24 +68,25 @@ class StageLink:
 
 
 _FEWEST_TOKENS = 16
-"""Tokens of a micro-batch, at least."""
+"""The fewest tokens of a micro-batch."""
 _TRIES = 3
 
 
 class MicroBatches:
-    """What a step is cut into: token after token in order, so that a part of a prompt may begin in one and end in the next.
+    """The micro-batches of a step. Tokens stay in order, so that a part of a prompt may begin in one micro-batch and end in the
+    next.
 
     A stage takes ``fixed + n * each`` seconds for n tokens. M micro-batches of T tokens together are through S stages after
-    ``(M + S - 1) * (fixed + T / M * each)``, which is least for ``M = sqrt((S - 1) * T * each / fixed)``. A step of decodes takes
-    about as long for one token as for many, so it stays whole.
+    ``(M + S - 1) * (fixed + T / M * each)``, which is least for ``M = sqrt((S - 1) * T * each / fixed)``. A step of decodes
+    takes about the same time for one token as for many, so it is not cut.
 
     Args:
         stages: Stages: S.
-        fixed: Seconds that a stage takes however few tokens there are.
-        each: Seconds for each token more.
+        fixed: The seconds of a stage that do not depend on the tokens.
+        each: The seconds for each additional token.
 
     Attributes:
-        reason: What a stage takes, for people.
+        reason: The measured times of a stage, for people.
     """
 
     def __init__(self, stages: int, fixed: float, each: float) -> None:
@@ -106,7 +107,7 @@ class MicroBatches:
 
 
 def measured(parallel: Parallel, compute: Callable[[int], object], most: int) -> MicroBatches:
-    """Cuts by what steps of few tokens and of ``most`` take; called by all ranks together.
+    """Measures steps of few tokens and of ``most`` tokens, and returns the cuts; called by all ranks together.
 
     Args:
         parallel: The groups; of several stages.
@@ -122,7 +123,7 @@ def measured(parallel: Parallel, compute: Callable[[int], object], most: int) ->
             compute(tokens)
             tries.append(time.perf_counter() - began)
         seconds.append(min(tries))
-    # All ranks take the slowest one's seconds, so that they cut steps alike.
+    # All ranks use the slowest rank's seconds, so that all cut steps in the same way.
     stages = parallel.pp.size
     short, long = (max(each) / stages for each in zip(*parallel.exchange(seconds, list[float]), strict=True))
     each = max(long - short, 0.0) / max(most - few, 1)
@@ -130,7 +131,7 @@ def measured(parallel: Parallel, compute: Callable[[int], object], most: int) ->
 
 
 def _cut(step: Step, start: int, end: int) -> Step:
-    """What computes the step's tokens from ``start`` up to ``end``."""
+    """The part of the step that computes its tokens from ``start`` to ``end``."""
     ends = np.cumsum(step.counts)
     begins = ends - step.counts
     own = (begins < end) & (ends > start)

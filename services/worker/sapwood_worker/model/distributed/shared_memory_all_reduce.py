@@ -1,6 +1,6 @@
-"""Sums of ranks that are CPU processes of one host, over memory that they share.
+"""All-reduce for ranks that are CPU processes of one host, over shared memory.
 
-gloo talks over sockets even there: half a millisecond of CPU time for the small tensors of a decode, which are copied in
+gloo uses sockets even within a host: that takes half a millisecond of CPU time for a decode's small tensors, while a copy takes
 microseconds.
 """
 
@@ -20,18 +20,18 @@ from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.pools.host_pool import SharedMemory
 
 _SLOT_BYTES = 4 << 20
-"""Bytes of a slot; larger tensors go in pieces. Memory is claimed as it is used."""
+"""Bytes of a slot; larger tensors are sent in pieces. The system allocates memory at its first use."""
 _PAGE = 4096
 _LOOK_SECONDS = 1.0
 
 
 class SharedMeeting:
-    """Memory that ranks share, zero at first, and where they meet; made by all of them together.
+    """Memory that ranks share, zero at first, and a barrier for them; made by all of them together.
 
     Args:
         group: The ranks; exchanges where the memory is.
         library: The compiled library.
-        num_bytes: Bytes of the memory, which is claimed as it is used.
+        num_bytes: Bytes of the memory; the system allocates it at its first use.
         seconds: Seconds after which a rank that does not come is an error.
 
     Attributes:
@@ -52,10 +52,10 @@ class SharedMeeting:
         self.content = everything[_PAGE:]
 
     def wait(self) -> None:
-        """Returns when all ranks have come here.
+        """Waits until all ranks have called it.
 
         Raises:
-            RuntimeError: One has not within the time.
+            RuntimeError: A rank has not called it in time.
         """
         self._signals.count_up()
         with self._waiting():
@@ -71,8 +71,8 @@ class SharedMeeting:
 class SharedMemoryAllReduce:
     """A place for each rank's part of what they exchange; made by all ranks together.
 
-    Each rank has two slots, which take turns. When it writes into a slot again, all have read what it wrote there before: they
-    have all come to the exchange in between.
+    Each rank has two slots and uses them in turn. When a rank writes into a slot again, all ranks have read its old content,
+    because all have joined the exchange in between.
 
     Args:
         group: The ranks; exchanges where the memory is.
@@ -92,7 +92,7 @@ class SharedMemoryAllReduce:
         yield from torch.split(x.view(-1), _SLOT_BYTES // x.element_size())
 
     def meet(self, x: Tensor) -> Tensor:
-        """The ranks' tensors, [size, len(x)], until the next meeting but one; ``x`` is a piece."""
+        """Exchanges pieces: returns the ranks' tensors, [size, len(x)], valid until the second call after this one."""
         self._turn ^= 1
         parts = self._slots[self._turn, :, : x.nbytes].view(x.dtype)
         parts[self.rank].copy_(x)
@@ -170,7 +170,7 @@ class TwoShot(_SharedSum):
         shares: Sequence[tuple[Tensor, ...]] = [part.tensor_split(parts.size) for part in found]
         targets = piece.tensor_split(parts.size)
         add_up([share[parts.rank] for share in shares], targets[parts.rank])
-        shares[parts.rank][parts.rank].copy_(targets[parts.rank])  # nobody else has read this share here
+        shares[parts.rank][parts.rank].copy_(targets[parts.rank])  # no other rank reads this share here
         parts.wait()
         for rank, target in enumerate(targets):
             if rank != parts.rank:

@@ -30,26 +30,27 @@ from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.records.ranks import Waits
 
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""NVLink multicast can put a host's GPUs, which others may share, out of service."""
+"""NVLink multicast is off, because it can put a host's GPUs out of service, and other programs may share them."""
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _MOST_EXCHANGED = 1 << 24
-"""Bytes of a value that ranks exchange at the start."""
+"""The most bytes of a value that ranks exchange at the start."""
 _MOST_SENT = 16
-"""Tensors that a rank sends on a CPU before it waits for the first of them to be received. Gloo does not tell which were."""
+"""How many tensors a rank sends on a CPU before it waits until the first was received. Gloo does not report which were
+received."""
 
 
 class BackendSum:
     """Sums by torch's backend. Implements :class:`~sapwood_worker.model.distributed.all_reduce.SumMethod`.
 
-    On CPUs each rank adds up all ranks' tensors itself, in their order, so that a row's sum does not depend on the rows beside
-    it: gloo's own all-reduce begins each part of a tensor with another rank. NCCL's order is its own, the same in every run.
+    On CPUs each rank adds up all ranks' tensors itself, in their order, so that a row's sum does not depend on other rows:
+    gloo's own all-reduce begins each part of a tensor with another rank. NCCL has its own order, the same in every run.
 
     Args:
         group: torch's handle of the group.
         rank: This process's place in it.
         size: Its ranks.
-        waiting: Shows that the others are waited for.
+        waiting: Marks this rank as waiting for the others.
     """
 
     name = "backend"
@@ -116,11 +117,11 @@ class TorchGroup(Group):
     Args:
         ranks: Its ranks among all, in order; this process is one of them.
         group: torch's handle of the group.
-        waits: Shows for which ranks this one waits.
+        waits: Records for which ranks this one waits.
 
     Attributes:
         ranks: The argument.
-        sums: How it sums tensors, and brings ranks' tensors together; at first the backend does.
+        sums: How it sums and gathers tensors; at first with the backend.
     """
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, waits: Waits) -> None:
@@ -176,7 +177,7 @@ class TorchGroup(Group):
         return x
 
     def _count(self, x: Tensor) -> None:
-        """Counts an exchange of tensors like this; on CPUs, where it is waited for, it is counted then."""
+        """Counts an exchange of tensors like x. On CPUs it is counted when it has been waited for."""
         if not x.is_cpu:
             self._waits.count_exchange()
 
@@ -201,7 +202,7 @@ class TorchGroup(Group):
 
     def send(self, x: Tensor, target: int) -> None:
         self._count(x)
-        if not x.is_cpu:  # in the order of the stream; two ranks have an NCCL communicator of their own for it
+        if not x.is_cpu:  # in the order of the stream; each pair of ranks has its own NCCL communicator for sends
             dist.send(x, self.ranks[target], group=self._group)
             return
         if len(self._sent) == _MOST_SENT:
@@ -212,7 +213,8 @@ class TorchGroup(Group):
         self._sent.append((dist.isend(x, self.ranks[target], group=self._group), x, self.ranks[target]))
 
     def _let_go(self) -> None:
-        """Forgets what this rank has sent on a CPU, after an exchange of all ranks: each had received it before it came there."""
+        """Forgets this rank's sent tensors on a CPU, after an exchange of all ranks: every rank had received them before it
+        joined the exchange."""
         while self._sent:
             work, _, _ = self._sent.popleft()
             if work is not None:
@@ -224,7 +226,7 @@ class TorchGroup(Group):
         return x
 
     def exchange(self, value: ValueT, kind: Any) -> list[ValueT]:
-        # Not all_gather_object: it unpickles what comes, which runs whatever a stranger has put there.
+        # Not all_gather_object: it unpickles received data, which would run code from a stranger.
         own = msgspec.msgpack.encode(value)
         sizes = self._bytes_of_all(torch.tensor([len(own)]))
         longest = int(sizes.max())
@@ -248,8 +250,8 @@ class TorchGroup(Group):
 def grid(tensor: int, pipeline: int, data: int, expert: int) -> dict[str, list[list[int]]]:
     """The ranks of every group, by kind: ``tp``, ``pp``, ``dp`` and ``ep``.
 
-    Ranks of a tensor-parallel group, which talk most, are neighbours; then stages of a pipeline; then data-parallel copies. An
-    expert-parallel group is ``expert`` ranks of one stage, in order.
+    Ranks of a tensor-parallel group, which communicate most, are neighbours; then come stages of a pipeline, then data-parallel
+    copies. An expert-parallel group is ``expert`` ranks of one stage, in order.
     """
     ranks = torch.arange(tensor * pipeline * data).view(data, pipeline, tensor)
     return {
@@ -274,10 +276,10 @@ def join_groups(
     listener: int | None = None,
     waits: Waits | None = None,
 ) -> Parallel:
-    """Meets the other ranks, ``tensor * pipeline * data`` in all, and forms the groups; torch's default group is the world.
+    """Meets the other ranks, ``tensor * pipeline * data`` in all, and forms the groups; torch's default group has all ranks.
 
-    Sets environment variables: ranks that meet by a file share a machine, and gloo then talks over its loopback interface; others
-    talk over the interface that leads to rank 0.
+    Sets environment variables: ranks that meet by a file share a machine, and gloo then uses its loopback interface; other ranks
+    use the interface that leads to rank 0.
 
     Args:
         rank: This process's, among all.
@@ -289,11 +291,11 @@ def join_groups(
         backend: ``gloo``, or ``cpu:gloo,cuda:nccl``.
         timeout: Seconds for the meeting.
         exchange_timeout: Seconds for each exchange after the first; None: the same as for the first.
-        listener: Rank 0's file descriptor of the socket that listens at the rendezvous' port; None: it opens it.
-        waits: Shows for which ranks this one waits; None: nobody looks.
+        listener: On rank 0, the file descriptor of a socket that listens at the rendezvous' port; None: this function opens one.
+        waits: Records for which ranks this one waits; None: it is not recorded.
 
     Raises:
-        ConfigError: The sizes do not fit, or the others did not come in time.
+        ConfigError: The sizes do not fit, or other ranks did not join in time.
     """
     world = tensor * pipeline * data
     if not 0 <= rank < world or data * tensor % expert:
@@ -328,8 +330,8 @@ def join_groups(
 def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: int | None) -> TCPStore:
     """The store by which ranks on several hosts meet.
 
-    Of ``tcp://HOST:PORT`` the host is rank 0's, the way to which tells the network; the port is one of this host's, behind which
-    the store is.
+    In ``tcp://HOST:PORT`` the host is rank 0's; the route to it determines the network interface. The port is on this host and
+    leads to the store.
     """
     host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
     if sys.platform == "linux" and (interface := _interface_to(host)):
@@ -337,7 +339,7 @@ def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: i
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         if ":" in host:
             os.environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6")
-    # torch's other server, on libuv, takes no socket that listens already.
+    # torch's other server, on libuv, does not accept a socket that already listens.
     return TCPStore(
         "127.0.0.1",
         int(port),
@@ -351,7 +353,7 @@ def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: i
 
 
 def _interface_to(host: str) -> str:
-    """The network interface from which a host is reached; empty: it is not known."""
+    """The network interface that leads to a host; empty: unknown."""
     try:
         family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     except OSError:

@@ -1,1 +1,1 @@
-"""Turns a step into a forward pass: inputs, graphs, sampling, answers. Knows no request beyond its rows."""
+"""Turns a step into a forward pass: inputs, graphs, sampling, outputs. Knows requests only as rows."""

@@ -1,4 +1,4 @@
-"""Triton's kernels of a model's steps, compiled side by side at its first start on a machine."""
+"""Compiles the Triton kernels of a model's steps in parallel, at its first start on a machine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 _MOST_COMPILERS = 8
 """Processes; each imports torch first, and there are some thirty kernels."""
 _NO_MATTER = ("parallel", "model_path", "load_format", "seed", "threads", "kernels_wait")
-"""Options that change no kernel of Triton's, ``config.json`` being looked at; for archives weights are made up."""
+"""Options that change no Triton kernel; ``config.json`` itself is compared. Archives are built with dummy weights."""
 _SOURCES = Path(sapwood_kernels.__file__).parent
 
 
 class AheadOfTimeKernels:
-    """Triton's kernels of a model, compiled side by side before anything is captured, where a model starts for the first time.
+    """Compiles a model's Triton kernels in parallel before any graph is captured, at the model's first start on a machine.
 
     Args:
-        mark: A file that is there once a start like this one has compiled everything.
+        mark: A file that exists after a start like this one has compiled everything.
         compilers: Processes that compile.
     """
 
@@ -45,13 +45,13 @@ class AheadOfTimeKernels:
 
     @classmethod
     def begin(cls, options: RunnerOptions, ops: DeviceOps, cores: int | None = None) -> AheadOfTimeKernels | None:
-        """Starts the processes; None: nothing is to be compiled here, or not so.
+        """Starts the processes; None: nothing needs to be compiled here, or not in this way.
 
         Args:
-            options: The model's. Of ranks that share layers the first of a host compiles for all of them; stages compile as they
-                go, and so do models with experts.
+            options: The model's. The first rank of a host compiles for all ranks that share layers; pipeline stages and models
+                with experts compile at first use.
             ops: The operations of the device.
-            cores: The processors there are; None: they are counted, by a container's limit too.
+            cores: The number of processors; None: they are counted, within a container's limit.
         """
         count = min(_MOST_COMPILERS, (usable_cores() if cores is None else cores) // 2)
         config = options.model_path / "config.json"
@@ -70,11 +70,12 @@ class AheadOfTimeKernels:
         return None if mark.exists() else cls(mark, Compilers(count, torch.cuda.get_device_capability(ops.device)))
 
     def compile(self, rehearse: Callable[[], None], ranks: Group = Group()) -> None:  # noqa: B008 - it holds nothing
-        """Compiles what a rehearsal would launch; what goes wrong is logged, and compiled when it is launched.
+        """Compiles the kernels that a warm-up would launch. Failures are logged; those kernels are compiled when they are
+        launched.
 
         Args:
-            rehearse: Computes all kinds of steps; of Triton's kernels it launches those that are compiled, and no others.
-            ranks: With whom it computes; they do not take part in this.
+            rehearse: Computes all kinds of steps, and launches only the Triton kernels that are compiled.
+            ranks: The ranks that it computes with; they do not take part in this.
         """
         began = time.monotonic()
         try:
@@ -94,7 +95,8 @@ class AheadOfTimeKernels:
         torch.cuda.empty_cache()
 
     def remember(self) -> None:
-        """The start has compiled everything: one like it need not look. Where nothing can be written, it will."""
+        """Notes that this start has compiled everything, so that a start like it need not check. If the note cannot be written,
+        the next start checks."""
         with suppress(OSError):
             self._mark.parent.mkdir(parents=True, exist_ok=True)
             self._mark.touch()

@@ -1,4 +1,4 @@
-"""Chooses what computes a model's attention, and makes it for a pool, with the graphs that replay its steps."""
+"""Chooses a model's attention backends, and makes the attention for a pool, with the graphs that replay steps."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class AttentionBuilder:
 
     Args:
         options: The runner's.
-        model: Computes what attention does not; a head that drafts, too.
+        model: The model, or a draft head.
         config: The model's.
         layout: What a page holds.
         dtype: The model's.
         cached: The pool's dtype.
         ops: The device's.
-        compiling: Libraries that backends of choice may need, and that need not be waited for if there is another way; None: all
-            is there, or is waited for.
+        compiling: Libraries being compiled that the best backends need; fallback backends serve until then. None: nothing is
+            being compiled, or the caller waits for it.
 
     Attributes:
         prefill: What computes prompts.
         decode: What computes decodes.
-        waits: Whether what ``compiling`` makes has to be there before anything is computed.
+        waits: Whether the libraries in ``compiling`` must be ready before anything is computed.
 
     Raises:
         ConfigError: A backend that the options name cannot serve the model, or none can serve its layout.
@@ -111,11 +111,11 @@ class AttentionBuilder:
         Args:
             pool: Where keys and values are.
             last_tokens: The latest token of the request in each row of the page table.
-            drawing: What a draw takes of that request's settings; None: it is a head.
+            drawing: The sampling settings of each row's request; None: the model is a draft head.
             largest: Tokens of the largest graph.
             whole_ladder: Whether the smaller graphs are made too.
-            shifted: Shifts a head's steps; None: it is a whole model.
-            capture: Whether there will be graphs; else their steps are computed once.
+            shifted: Shifts the steps of a draft head; None: it is a whole model.
+            capture: Whether to capture graphs; else each of their steps is computed once.
         """
         kinds: list[dict[Variant, None]] = [{} for _ in pool.counts]
         for index in pool.layout.layers:

@@ -58,10 +58,10 @@ from sapwood_worker.records.model_info import ModelInfo
 def chosen_sizes(
     options: RunnerOptions, config: ModelConfig, layout: KVLayout, device: torch.device, parallel: Parallel
 ) -> Sizes:
-    """What runs at once. The weights are loaded: what is used of a GPU's memory is known.
+    """The chosen numbers of requests and tokens. The weights are loaded already, so the used GPU memory is known.
 
     Args:
-        options: What is given.
+        options: The given options.
         config: The model's.
         layout: What a page holds on this rank.
         device: This rank's.
@@ -85,7 +85,7 @@ def chosen_sizes(
         cache_bytes=options.kv_cache_bytes,
         memory_fraction=options.memory_fraction,
     )
-    # Ranks may find different amounts of memory: all take what the one with the least chose.
+    # Ranks may find different amounts of memory: all use the choice of the rank with the least.
     sizes = min(parallel.exchange(choose_sizes(facts, model, given), Sizes), key=lambda each: each.least)
     for reason in sizes.reasons:
         logger.info("%s", reason)
@@ -100,7 +100,7 @@ _TRIED_TOKENS = 512
 
 
 def build_runner(options: RunnerOptions) -> ModelRunner:
-    """Loads the model and all it needs to run.
+    """Loads the model and everything that it needs to run.
 
     Raises:
         ConfigError: The model cannot be loaded or the pool is too small; names the file or option.
@@ -234,14 +234,14 @@ class _Builder:
         """Makes the parts for good; called once.
 
         Args:
-            beside: Bytes that another model keeps of each page, out of the same memory.
+            beside: Bytes that another model keeps for each page, in the same memory.
             num_pages: Pages of the pool; None: as the options say.
             drafts: Whether it drafts for another model.
         """
         options, config = self._options, self._config
         if self._ahead is not None:
             self._ahead.compile(self._rehearse, self._tp)
-        self._tp.exchange("", str)  # what one rank compiles for all of a host is there
+        self._tp.exchange("", str)  # the kernels that one rank compiles for its host are ready
         counts = self._pools.page_counts(num_pages or options.num_pages, beside, self._try_largest_step)
         pool = self._pools.build(counts)
         # Pages that no layer keeps anything in are many.
@@ -255,7 +255,9 @@ class _Builder:
         backend, graphs = self._attention.backend(
             pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=True
         )
-        if self._ops.asynchronous:  # what libraries compile when it is first used, in minutes, is there for requests
+        if (
+            self._ops.asynchronous
+        ):  # libraries compile some kernels at first use, for minutes; this makes them ready before requests come
             compute_trial([1, 2], self._model, pool, backend, self._ops)
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
         length = min(config.max_position, (pool.num_pages - SCRATCH_PAGES) * pool.page_size)
@@ -410,7 +412,7 @@ class _Builder:
 
     @torch.inference_mode()
     def _rehearse(self) -> None:
-        """Goes through the steps that graphs are captured of, and prompts, without a graph."""
+        """Runs the steps that graphs will capture, and prompts, without a graph."""
         prompts, pool = self._pools.trial(self._config.max_position)
         backend, _ = self._attention.backend(
             pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=True, capture=False
@@ -436,7 +438,8 @@ class _Builder:
 
     @torch.inference_mode()
     def _micro_batches(self, pool: DevicePool, backend: PagedAttention) -> MicroBatches | None:
-        """How steps are cut for the stages of a pipeline, by what steps of few tokens and of many take; None: there is one."""
+        """How steps are cut for the stages of a pipeline, by measured steps of few and of many tokens; None: there is one
+        stage."""
         if self._parallel.pp.size == 1:
             return None
         room = (min(pool.counts) - SCRATCH_PAGES) * pool.page_size

@@ -47,17 +47,16 @@ class DraftingRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch_chain(self, first: Step, wanted: IntArray, reach: IntArray) -> DraftedTokens | None:
-        """Begins a step and decodes that follow each other, each of the tokens of the one before, where the host need not wait
-        for any of them.
+        """Begins a step and then decodes in sequence, each with the tokens of the one before, without waiting on the host.
 
         Args:
-            first: Samples a token of each of P requests; their pages reach to the last decode's.
-            wanted: int64 [P]: in how many decodes each is to be, at least one of them in one.
-            reach: int64 [P]: tokens that the requests' pages hold, of which ``first`` may name more than these decodes need.
+            first: The step, which samples a token of each of P requests; their pages reach to the token of the last decode.
+            wanted: int64 [P]: in how many decodes each request takes part; at least one request takes part in one.
+            reach: int64 [P]: tokens that the requests' pages hold; ``first`` may name more pages than these decodes need.
 
         Returns:
-            The tokens, int64 [(1 + most wanted) * P] or more, the first step's first; of a request that has ended undefined.
-            None: nothing was begun, launch the steps one by one.
+            At least (1 + most wanted) * P tokens, int64, those of the first step first; undefined for a request that has ended.
+            None: nothing was begun; launch the steps one by one.
         """
         for entry in first.entries:
             self._enter(entry)
@@ -92,7 +91,7 @@ class DraftingRunner(ModelRunner):
         return DraftedTokens([latest, *self._graphs.chain(rows, wanted, choose)], self.ops, begun)
 
     def _chooser(self, decodes: Step) -> Callable[[int, DecodeResult], Tensor]:
-        """Draws as many positions after these decodes as it is told, from what came of them there."""
+        """Returns a function that samples a given number of positions after these decodes, from their logits."""
         at = Positions.of(decodes)
 
         def choose(place: int, result: DecodeResult) -> Tensor:
@@ -123,7 +122,7 @@ class DraftingRunner(ModelRunner):
         self._room_now, self._room = self._room, None
 
     def _draft_ahead(self, check: Step, sampled: Tensor, computed: Tensor, followed: FollowUp) -> DraftAhead | None:
-        """Begins the draft after this check; None: it must wait until the host knows what the check has found."""
+        """Begins the draft after this check; None: it must wait until the host knows the check's result."""
         room, graphs, shifted = self._room_now, self._graphs, self._shifted
         if room is None or not np.array_equal(room.rows, check.rows) or not self._sampler.greedy(check.rows):
             return None
@@ -150,7 +149,7 @@ class DraftingRunner(ModelRunner):
         return LaunchedStep(step, Positions.of(step), tokens, {}, self._copied, self.ops)
 
     def _take_followed(self, step: Step) -> SampledTokens | None:
-        """The tokens of a step that was computed behind the last check, and all that it leaves; None: it was not."""
+        """The tokens and results of a step, if it was computed behind the last check; else None."""
         followed, self._followed = self._followed, None
         ends = None if followed is None else followed.ends(step)
         if followed is None or ends is None:
@@ -169,12 +168,12 @@ class DraftingRunner(ModelRunner):
         return tokens
 
 
-# What a head has computed behind a check, before the host knew how much of the draft was right.
+# The results that a head has computed behind a check, before the host knew how much of the draft was right.
 #
 # A check of a draft leaves the model's features of all its positions, and the tokens sampled there. So the head can
-# compute all these positions at once, while the host waits for the check's result and plans. The next draft then begins
-# with what the head made of the last position that counts. What it has written for later positions is written again
-# before it is read.
+# compute all these positions at once, while the host waits for the check's result and plans. The next draft then begins # with
+# the head's result for the last accepted position. What the head has written for later positions is overwritten # before it is
+# read.
 @dataclass(frozen=True, slots=True)
 class FollowUp:
     """The computed positions of P requests.
@@ -183,7 +182,7 @@ class FollowUp:
         rows: int64 [P]: rows of the page table.
         starts: int64 [P]: the positions of their tokens, as the scheduler counts a head's: ``starts + 1`` and up.
         counts: int64 [P]: how many.
-        result: What came of all of them, in order; good until the head's next step.
+        result: The head's results for all of them, in order; valid until the head's next step.
     """
 
     rows: IntArray
@@ -192,7 +191,7 @@ class FollowUp:
     result: DecodeResult
 
     def ends(self, step: Step) -> IntArray | None:
-        """int64: where in ``result`` each part of a head's step ends, not yet shifted; None: not all of it was computed, or a
+        """int64: where in ``result`` each part of a head's step ends, before the shift. None: some of it was not computed, or a
         request is new to the head. Vectorised."""
         order = np.argsort(self.rows)
         at = order[np.minimum(np.searchsorted(self.rows, step.rows, sorter=order), len(order) - 1)]
@@ -209,17 +208,16 @@ class FollowUp:
 #
 # Where a draft begins depends on how many tokens the check accepts. The device finds that out by itself: it takes the
 # positions, slots and keys of the draft from those that were prepared for every number of tokens. So it drafts while
-# the host takes the check's result, plans, and launches the next check. What is drafted ahead for a request that has
-# ended is thrown away.
+# the host takes the check's result, plans, and launches the next check. A draft for a request that has # ended is thrown away.
 @dataclass(frozen=True, slots=True)
 class DraftRoom:
-    """Where P requests, for which a draft is to be checked, may be drafted on.
+    """Where the next draft of P requests may lie, while their present draft is checked.
 
     Attributes:
         rows: int64 [P]: rows of the page table.
         pages: int32 [P, W]: their pages.
         reach: int64 [P]: tokens that these pages hold.
-        steps: The decodes of their draft, and of the next.
+        steps: The number of decodes of their draft, and of the next one.
     """
 
     rows: IntArray
@@ -228,12 +226,12 @@ class DraftRoom:
     steps: int
 
     def begin(self, check: Step) -> tuple[DecodeRows, IntArray]:
-        """A head's first decodes after a check if it accepts nothing, and at how many positions from there on each request has
-        room for one, whatever is accepted."""
+        """A head's first decodes after a check that accepts nothing, and for each request the number of positions from there on
+        that have room for a decode."""
         positions = check.starts + 1
         tokens = np.full(len(positions), -1)
         rows = DecodeRows(tokens, positions, self.rows, self.pages, None, None, left=positions)
-        # What a decode makes is left a slot further.
+        # A decode leaves its result one slot further.
         return rows, np.clip(self.reach - 1 - positions, 0, check.counts - 1 + self.steps)
 
 
@@ -253,7 +251,8 @@ class DraftAhead:
     tokens: DraftedTokens
 
     def decodes(self, first: Step, wanted: IntArray) -> int | None:
-        """How many decodes of a chain (:meth:`DraftingRunner.launch_chain`) it holds; None: it is another one, or ended early."""
+        """How many decodes of a chain (:meth:`DraftingRunner.launch_chain`) this draft holds; None: it is of another chain, or
+        ended early."""
         room, ends = self.room, first.starts + first.counts
         if first.entries or not np.array_equal(first.rows, room.rows):
             return None
@@ -267,12 +266,12 @@ class DraftAhead:
 
 
 def accepted(check: Step, computed: Tensor, sampled: Tensor, ops: DeviceOps) -> Tensor:
-    """int64 [P]: how many tokens of each request's draft a check has found right; no host waits for it.
+    """int64 [P]: how many tokens of each request's draft a check has accepted; the host does not wait for it.
 
     Args:
         check: P requests' drafts, each with the token before it.
         computed: int64 [T]: the tokens that it computes.
-        sampled: int64 [T]: what it has sampled after each.
+        sampled: int64 [T]: the token that it has sampled after each.
         ops: The operations of their device.
     """
     counts = check.counts
@@ -283,8 +282,8 @@ def accepted(check: Step, computed: Tensor, sampled: Tensor, ops: DeviceOps) -> 
     return (sampled[at] == computed[after]).long().mul(drafted).cumprod(1).sum(1)
 
 
-# Steps of dummy requests that make drafts and check them. They compile and load all that a draft uses: else the first
-# real draft would, and the scheduler, which measures what drafts cost, would take drafts for expensive.
+# Steps of dummy requests that make drafts and check them. They compile and load all kernels of a draft. Otherwise the first #
+# real draft would do so, and the scheduler, which measures the cost of drafts, would take drafts for expensive.
 
 
 _REACH = 16
@@ -324,7 +323,8 @@ def drafted_before(runner: ModelRunner, first: int) -> ModelRunner:
 
 
 def try_drafts(runner: ModelRunner, draft: DraftingRunner, first: int) -> int:
-    """Drafts in the pool's first pages, drawn and greedily; if the draft has chains, these are checked, and drafted on.
+    """Drafts in the pool's first pages, with sampling and greedily; if the draft model has chains, these are checked and
+    continued.
 
     Args:
         runner: Runs the model.
@@ -363,7 +363,8 @@ def try_drafts(runner: ModelRunner, draft: DraftingRunner, first: int) -> int:
 
 
 def _steps(runner: ModelRunner, rows: int, parts: Sequence[tuple[int, int]], sampling: SamplingParams) -> list[Step]:
-    """Steps of the first rows of the page table, which share pages: for each the first position and the tokens of every row."""
+    """Makes steps of the first rows of the page table, which share pages; a part gives the first position and the tokens of every
+    row."""
     info = runner.info
     pages = -(-_REACH // info.page_size)
     room = min([info.num_pages, *(window.num_pages for window in info.windows)])

@@ -59,7 +59,7 @@ OF_CLASSIFIERS = (Needs(("structured_output", *_GRAPHS), lambda config: False, "
 
 _MEETING_SECONDS = 120.0
 _EXCHANGE_SECONDS = 1800.0
-"""Seconds that ranks wait for each other: one may read its weights, and rank 0 fetch the model, for that much longer."""
+"""Seconds that ranks wait for each other: one may take that much longer to read its weights, or to fetch the model (rank 0)."""
 
 
 def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | EncoderRunner:
@@ -70,7 +70,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         place: Which rank this process is.
 
     Raises:
-        ConfigError: The model cannot be loaded, there is no such device or it cannot run a worker, or a setting would have no
+        ConfigError: The model cannot be loaded, the device does not exist or cannot run a worker, or a setting would have no
             effect.
     """
     device = _choose_device(config, place)
@@ -98,16 +98,18 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     if kind in ("eagle", "mtp"):
         if config.pipeline_parallel.stages > 1:
             raise ConfigError(f"--speculate {kind}: a head has no hidden states of a pipeline's earlier stages")
-        if place.rank:  # rank 0's drafts alone: it has all hidden states that a head takes
+        if place.rank:  # only rank 0 drafts: it has all hidden states that a head takes
             return build_runner(replace(options, headed=True))
         return build_headed_runner(options, _resolve_drafter(config, drafter) if drafter else None)
-    if not drafter or place.rank:  # which drafts alone: ranks would wait for each other at each layer of a small model
+    if (
+        not drafter or place.rank
+    ):  # one rank drafts alone, because ranks would wait for each other at each layer of a small model
         return build_runner(options)
     return build_drafted_runner(options, _draft_options(config, options, drafter))
 
 
 def _choose_device(config: WorkerConfig, place: Place) -> str:
-    """The device of a rank, which becomes the current one if it is a GPU of several."""
+    """Chooses the device of a rank; one of several GPUs becomes torch's current device."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: no CUDA device is available here")
     device: str = config.device
@@ -123,7 +125,7 @@ def _choose_device(config: WorkerConfig, place: Place) -> str:
 
 
 def _check_split(config: WorkerConfig, path: Path) -> None:
-    """Refuses ranks that the model's heads, layers or experts cannot be split over, before these meet and load."""
+    """Raises an error if the model's heads, layers or experts cannot be split over the ranks, before the ranks meet and load."""
     model, group = read_config(path)[1], Group()
     if model.sparse is not None and config.expert_parallel.on:
         ranks, experts = Group(), model.sparse.routing.experts
@@ -143,7 +145,7 @@ def _check_split(config: WorkerConfig, path: Path) -> None:
 
 
 def _ready_gpu(config: WorkerConfig, device: str) -> None:
-    """Checks that a GPU can run a worker, warns of what speaks against it, and unpacks kernels that were compiled for it."""
+    """Checks that a GPU can run a worker, logs warnings about it, and unpacks kernels that were compiled for it."""
     given = config.num_pages is not None or config.kv_cache_gb is not None
     warnings = check_gpu(
         read_gpu(torch.device(device)),
@@ -246,7 +248,7 @@ def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
         dispatch=config.expert_parallel.dispatch,
     )
     if config.expert_parallel.redundant:
-        # NCCL connects when it is first used: the first move would take far longer than the others.
+        # NCCL connects at its first use, so the first transfer would otherwise take far longer than the others.
         parallel.ep.connect(torch.device(device))
     choose_sums(parallel, config.all_reduce, torch.device(device), place.on_node, _EXCHANGE_SECONDS)
     return parallel

@@ -51,7 +51,7 @@ def build_forward_batch(
         step: At least one part.
         page_size: Tokens in a page.
         ops: The operations of the device that tensors go to.
-        last_tokens: int64 [rows of the page table] on the device: each row's latest token, used where the host does not know it.
+        last_tokens: int64 [rows of the page table] on the device: each row's latest token, used if the host does not know it.
         tables: Page tables that the step's pages are of.
     """
     count, total = len(step.rows), len(step.token_ids)

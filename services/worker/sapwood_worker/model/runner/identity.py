@@ -1,4 +1,4 @@
-"""What a runner's numbers depend on: which model files, and how they are computed with."""
+"""What a runner's outputs depend on: the model files, and how the model is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sapwood_worker.records.kv_layout import KVLayout
 
 
 def assure_equal(options: RunnerOptions) -> None:
-    """Compares all ranks; raises ConfigError if another one has read other model files, or runs another torch."""
+    """Compares all ranks; raises ConfigError if ranks have read different model files, or run different versions of torch."""
     path = options.model_path
     own = str(torch.__version__), _stamps(path) if options.nodes == 1 else sampled_fingerprint(path)
     for rank, (version, files) in enumerate(
@@ -30,17 +30,17 @@ def assure_equal(options: RunnerOptions) -> None:
 def cache_identity(
     options: RunnerOptions, computed: str, layout: KVLayout, scales: KVScales | None, variants: tuple[str, ...]
 ) -> str:
-    """What a page in a store is named after, beside its tokens: runners with the same identity may read each other's pages.
+    """The part of a stored page's name besides its tokens: runners with the same identity may read each other's pages.
 
-    The number of ranks is part of it where another number of ranks would have other weights: scales of a part of a quantised
-    matrix may differ from those of the whole, and dummy weights do.
+    The number of ranks is part of it if it changes the weights: a part of a quantised matrix may have other scales than the
+    whole, and dummy weights differ.
 
     Args:
         options: The runner's.
         computed: The dtype, and how linear layers are quantised.
         layout: What a page holds, as one rank keeps it.
         scales: The factors of a float8 cache.
-        variants: How rotary positions differ from the model's own.
+        variants: Changes to the model's own rotary positions.
     """
     dummy = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
     tensor, pipeline = options.parallel.tp.size, options.parallel.pp.size
@@ -59,13 +59,13 @@ def cache_identity(
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """The model's files, with their sizes and times: what changes if they are replaced."""
+    """The model's files, with their sizes and times, which change if a file is replaced."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [(file.name, file.stat()) for file in files if file.is_file()]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
-# A hash that tells one model from every other, whatever its files are called.
+# A hash that identifies a model's content, independent of file names.
 _BLOCK = 8 << 20
 _SAMPLE, _SAMPLES = 1 << 16, 64
 _PARTS = (".safetensors", ".gguf", ".json")
@@ -89,10 +89,10 @@ def model_fingerprint(path: Path) -> str:
 
 
 def sampled_fingerprint(path: Path) -> str:
-    """A hash of the names and sizes of a model's files and of samples of their content. It tells trainings of the same model
-    apart.
+    """A hash of the names and sizes of a model's files and of samples of their content. Different trainings of one model have
+    different hashes.
 
-    Of large files it reads 64 pieces of 64 KiB, so that it takes no time beside the loading.
+    It reads only 64 pieces of 64 KiB of a large file, so that its time is small compared to loading.
 
     Args:
         path: As of :func:`model_fingerprint`.

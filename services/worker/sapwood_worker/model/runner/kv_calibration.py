@@ -3,7 +3,7 @@
 float8_e4m3 holds numbers from 2^-9 to 448, with full precision from 2^-6 on, so nearly every layer's keys and values fit as they
 are. A layer gets a scale other than 1 only if its largest number in the trial is under 2, where many would be too small, or over
 224, where other prompts could exceed the range. Scales are powers of 2, so that scaling adds no rounding. Numbers beyond the
-range are clamped, never made infinite. What a checkpoint stores for a layer is taken instead.
+range are clamped, never made infinite. If a checkpoint stores a layer's scales, those are used instead.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def kv_scales(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVScales:
-    """The scales for a model's cache: those that its checkpoint stores, for other layers those of :func:`calibrate`.
+    """The scales for a model's cache: from its checkpoint, or for layers without stored scales from :func:`calibrate`.
 
-    Of layers that other stages of a pipeline have they are 0.
+    For layers of other pipeline stages they are 0.
 
     Args:
-        stored: By layer those of keys and of values.
+        stored: For each layer, the stored scales of keys and of values.
         model: As of :func:`calibrate`, like the rest.
     """
     found = dict(stored)

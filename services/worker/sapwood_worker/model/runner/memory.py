@@ -77,7 +77,7 @@ def _release(device: torch.device) -> None:
 
 
 SCRATCH_PAGES = 1
-"""Pages of a pool beyond those that the scheduler knows of: padding rows write there."""
+"""Additional pages of a pool that the scheduler does not know: padding rows write there."""
 
 
 class PoolBuilder:
@@ -88,7 +88,7 @@ class PoolBuilder:
         layout: What a page holds on this rank.
         sizes: What runs at once.
         device: Where the pages are.
-        scales: Of keys and values in float8; None: they are not.
+        scales: The scales of keys and values in float8; None: they are not in float8.
         parallel: The ranks. Each gets as many pages as the rank with the least room.
     """
 
@@ -112,7 +112,7 @@ class PoolBuilder:
         """A pool with this many pages in each group of the layout, besides the scratch pages.
 
         Raises:
-            ConfigError: They are too few, or there is no memory for them.
+            ConfigError: The pages are too few, or there is no memory for them.
         """
         running = self._sizes.max_running
         if counts[0] < running:
@@ -123,7 +123,7 @@ class PoolBuilder:
         return build_device_pool(self._layout, [count + SCRATCH_PAGES for count in counts], self._device, self._scales)
 
     def trial(self, longest: int) -> tuple[list[int], DevicePool]:
-        """The prompts of a step with the most tokens, by their lengths of at most ``longest``, and a pool that holds them."""
+        """The lengths of prompts, each at most ``longest``, that fill a step with the most tokens, and a pool that holds them."""
         running, step_tokens = self._sizes.max_running, self._sizes.max_step_tokens
         prompts = [min(longest, step_tokens)]
         while sum(prompts) < step_tokens and len(prompts) < running:
@@ -193,7 +193,7 @@ def _too_large(wanted: int, room: str) -> ConfigError:
 
 # How the KV cache's memory is divided between layers that keep all tokens and layers that keep a window of them.
 _LONG = 16
-"""Unless there is memory for the windows of all requests that may run, it does for requests of so many times a window's pages."""
+"""If memory is too small for the windows of all requests, it is divided as for requests with this many times a window's pages."""
 
 
 def plan_pages(
@@ -207,9 +207,9 @@ def plan_pages(
 ) -> tuple[int, ...]:
     """The pages of each group of the layout.
 
-    The windows get pages for all requests that may run and for the prompts of two steps, if that leaves the others at least
-    ``_LONG`` times as many; never more than the others. Where no layer keeps anything in the first group's pages, the windows
-    have all the memory, and the others are ``_LONG`` times as many.
+    The windows get pages for all requests that may run and for the prompts of two steps, if the first group then still has at
+    least ``_LONG`` times as many; never more than the first group. If no layer uses the first group's pages, the windows get all
+    the memory, and the first group has ``_LONG`` times as many pages.
 
     Args:
         layout: The layout.
@@ -220,7 +220,7 @@ def plan_pages(
         alone: Whether no other model keeps something for each page of the first group.
 
     Raises:
-        ConfigError: A window's pages would not do for a single request.
+        ConfigError: A window's pages would be too few for a single request.
     """
     groups = range(1, len(layout.groups))
     bytes_of = [layout.group_bytes(group) for group in (0, *groups)]
@@ -231,7 +231,7 @@ def plan_pages(
         num_pages, windows = even * (_LONG if alone else 1), [even] * len(wanted)
     elif num_pages is None:
         even = memory // layout.page_bytes
-        # As many as a first group _LONG times as large leaves room for.
+        # As many as fit if the first group is _LONG times as large.
         most = memory // (sum(bytes_of[1:]) + _LONG * bytes_of[0]) if wanted else 0
         windows = [
             min(even, each, max(most, _least(layout, group))) for group, each in zip(groups, wanted, strict=True)
@@ -261,14 +261,14 @@ def build_host_pool(
 ) -> HostPool | None:
     """The second tier; None: the options want none. Each rank has its part of every record.
 
-    Where the ranks of a stage keep the same, there is one part, to which all write the same bytes. Ranks with requests of their
-    own have a tier each, all equally large; the first, which decides for all, has the others' too. What it needs of
-    other hosts it gets over a connection.
+    If the ranks of a stage keep the same content, there is one part, to which all write the same bytes. With data-parallel
+    attention each rank has a tier, all equally large; the first rank decides for all and can also reach the others' tiers, over a
+    connection if they are on other hosts.
 
     Args:
         options: Say how large it is.
         layout: What this rank keeps of a page.
-        whole: What one rank would keep that has everything.
+        whole: What a single rank with the whole model would keep.
         num_pages: Pages on the device.
         parallel: The groups of ranks.
     """
@@ -286,7 +286,7 @@ def build_host_pool(
     each //= options.nodes
     first = rank // each * each
     own = layout.page_bytes
-    # A rank that keeps the same as the one before it on this host has no part of its own.
+    # A rank that keeps the same content as the one before it on this host has no part of its own.
     shares = layout.replicated and parallel.tp.rank > 0 and rank > first
     layouts = parallel.exchange(None if shares else layout, KVLayout | None)
     parts = [0 if other is None else other.page_bytes for other in layouts]
@@ -337,7 +337,7 @@ def _shared(parallel: Parallel, size: int, first: int) -> SharedMemory:
 
 
 def _pools_of_ranks(pages: int, layout: KVLayout, options: RunnerOptions, parallel: Parallel) -> HostPool:
-    """This rank's pool of pages of its own requests; on the first with the others'."""
+    """This rank's pool for pages of its own requests; on the first rank also the other ranks' pools."""
     size, rank, each = layout.page_bytes, parallel.tp.rank, parallel.tp.size // options.nodes
     own = SharedMemory.create(pool_bytes(pages, size))
     paths = parallel.exchange(own.path, str)
@@ -357,7 +357,7 @@ def _pools_of_ranks(pages: int, layout: KVLayout, options: RunnerOptions, parall
     return HostPool(pages, size, own, others=others)
 
 
-# A step of dummy prompts, to see what it takes.
+# A step of dummy prompts, to measure its memory.
 
 
 @torch.inference_mode()
@@ -377,7 +377,7 @@ def compute_trial(
         pool: Whose pages are written.
         backend: The model's attention.
         ops: The device's operations.
-        common: Pages, the pool's first, that come before all of them.
+        common: How many of the pool's first pages precede all prompts as a common prefix.
     """
     batch = _batch(prompts, pool, ops, common)
     hidden: Tensor = model(batch.token_ids, batch.positions, backend.plan(batch.attention))
@@ -401,9 +401,8 @@ def _batch(prompts: Sequence[int], pool: DevicePool, ops: DeviceOps, common: int
 def compute_shared_trial(
     longest: int, model: DecoderModel, pool: DevicePool, backend: PagedAttention, ops: DeviceOps
 ) -> None:
-    """Computes short prompts with so much in common that it is read once, if that fits in the pool and in ``longest`` tokens.
-
-    What it takes to compile for them is then there when the first such requests come.
+    """Computes short prompts with a common prefix that is long enough to be read once, if that fits in the pool and in
+    ``longest`` tokens. So the kernels for such requests are compiled before the first of them comes.
     """
     pages = -(-LEAST_SPARED // pool.page_size)
     if backend.shares_prompts and pages + 2 < min(pool.counts) and (pages + 1) * pool.page_size <= longest:
@@ -415,9 +414,10 @@ def compute_shared_trial(
 def plan_prompts(
     most: int, model: DecoderModel, pool: DevicePool, backend: PagedAttention, ops: DeviceOps
 ) -> list[int]:
-    """Has a layer compute a prompt of each length, up to ``most`` tokens, for which its attention is planned once.
+    """Computes one layer on a prompt of each length, up to ``most`` tokens, whose attention is planned once.
 
-    The thread that asks is the one whose steps find the plans. Returns the lengths; O(lengths) launches of a layer.
+    Call it from the thread that runs the steps, because only that thread finds the plans. Returns the lengths; O(lengths)
+    launches of a layer.
     """
     windows, least = model.config.windows, backend.plans_from
     whole = [place for place, index in enumerate(model.own) if windows[index] is None]

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
     from sapwood_worker.model.runner.graphs.recorded_steps import RecordedSteps
 
-# Prompt tokens whose logits are computed at once for log probabilities; more would take more memory.
+# How many prompt tokens have their logits computed at once for log probabilities; more would take more memory.
 _LOGPROB_ROWS = 256
 
 
@@ -65,19 +65,19 @@ class ModelRunner:
         pieces: Graphs of steps that compute prompts; None: there are none.
         sampler: Chooses tokens.
         last_tokens: int64 [rows of the page table]: each row's latest token, which ``graphs`` reads too.
-        vocabulary: The model's tokens, where its files hold them and structured output is wanted.
+        vocabulary: The model's tokens, if its files hold them and structured output is wanted.
         host_pool: The memory of the KV cache's second tier; None: there is none.
         transfer: Copies pages to it and from it.
         identity: Makes :meth:`cache_identity`'s answer.
         cuts: Cuts steps for the stages of a pipeline; None: there is one stage.
         shifted: Shifts steps for a head that drafts; None: it is a whole model.
         parallel: The groups of ranks.
-        recorded: Runs decodes from what was recorded of them; None: nothing is.
+        recorded: Runs decodes from recordings; None: nothing is recorded.
 
     Attributes:
         info, ops, recorded: The arguments.
         deferred: Steps that wait for the last stage; None: this is the last one, or all.
-        sums: Tells how often each method has summed tensors over the ranks of a layer; None: there is one rank.
+        sums: Returns how often each method has summed tensors over the ranks of a layer; None: there is one rank.
         draft: Runs the draft model, with the same number of pages; None: there is no draft model.
     """
 
@@ -124,14 +124,14 @@ class ModelRunner:
         self._cuts = cuts
         self._own_rows = parallel.rows
         self._link = None if isinstance(model, Head) else model.link
-        # Stages have unequally many layers, and are to compute a step in one way.
+        # Stages have different numbers of layers, but must compute a step in the same way.
         stages = parallel.pp.size
         self._layers = len(pool.layout.layers) if stages == 1 else -(-model.config.num_layers // stages)
         self._shifted = shifted
         self.recorded = recorded
         self.deferred = None if self._link is None or self._link.last else DeferredSteps(stages - 1 - parallel.pp.rank)
         self._entries: dict[int, Entry] = {}
-        # By row of the page table: from which position on nothing but sampled tokens is wanted of its request's hidden states.
+        # For each row of the page table: the position after which its request wants only sampled tokens.
         self._plain_from = np.zeros(len(last_tokens), np.int64)
 
     def execute(self, step: Step) -> ModelOutput:
@@ -173,7 +173,7 @@ class ModelRunner:
         asks = step.starts < self._plain_from[step.rows]
         explained = np.flatnonzero(asks).tolist() if np.count_nonzero(asks) else []
         if self._graphs is not None and not explained and self._graphed(step):
-            # A graph waits for all layers' loaded pages, other steps layer by layer.
+            # A graph waits for the loaded pages of all layers; other steps wait layer by layer.
             loads = step.copies is not None and step.copies.load is not None
             rows = self._rows(self._graphs, step, prompts=not loads)
             if rows is not None:
@@ -185,27 +185,27 @@ class ModelRunner:
         if not explained:
             return self._finished(step, finish)
         if self.deferred is not None:
-            self.deferred.finish()  # what the last stage sends is taken in the order of the steps
+            self.deferred.finish()  # tensors from the last stage are received in the order of the steps
         return finish()
 
     def _finished(self, step: Step, finish: Callable[[], LaunchedStep]) -> LaunchedStep | DeferredStep:
-        """The rest of a step whose layers have been launched: at once, or when the last stage may have come to it."""
+        """Finishes a step whose layers have been launched: at once, or when the last stage may have reached the step."""
         defers = self.deferred is not None and self.info.micro_batches > 1
         return self.deferred.add(step, finish) if defers and self.deferred is not None else finish()
 
     def follow(self, step: Step, rows: DecodeRows, tokens: Tensor, computed: Tensor) -> None:
-        """Computes what a head makes of the tokens that a check has sampled, at all of its positions, and may begin the next
-        draft; asynchronous. Here, for what is no head, nothing.
+        """Computes a draft head on the tokens that a check has sampled, at all positions, and may begin the next draft;
+        asynchronous. This class is no head, so it does nothing.
 
         Args:
             step: The model's step that checks drafts; it computes nothing else.
             rows: Its rows.
-            tokens: int64 [T]: what came of them.
+            tokens: int64 [T]: the tokens that it sampled.
             computed: int64 [T]: the tokens that it computes; valid for what is queued before the model's next step.
         """
 
     def forget(self) -> None:
-        """Forgets what :meth:`follow` has computed: the requests have gone on."""
+        """Forgets the results of :meth:`follow`, because the requests have advanced."""
 
     @torch.inference_mode()
     def _finish(self, step: Step, at: Positions, hidden: Tensor, explained: list[int], spared: int) -> LaunchedStep:
@@ -234,10 +234,10 @@ class ModelRunner:
         return LaunchedStep(step, at, tokens, prompts, self._copied, self.ops, pooled, spared, self._seen(step))
 
     def exchanged_bytes(self, tokens: int) -> int:
-        """Bytes of rows and of their experts' sums that ranks with whole experts have given each other since the start.
+        """Bytes of rows and of expert sums that ranks with whole experts have sent each other since the start.
 
         Args:
-            tokens: What all experts of all layers have got by then, as :attr:`experts` told last.
+            tokens: How many tokens all experts of all layers had got, by the last read of :attr:`experts`.
         """
         exchange = None if isinstance(self._model, Head) else self._model.exchange
         return round(tokens * self.info.expert_exchange) if exchange is None else exchange.exchanged_bytes(tokens)
@@ -250,7 +250,7 @@ class ModelRunner:
         return self._identity()
 
     def own_pool(self) -> OwnPool | None:
-        """The device's pages as other processes of the host read them and copies fill them; None: a page has several parts.
+        """The device's pages, for reads by other processes of the host and for copies into them; None: a page has several parts.
 
         Raises:
             OSError, RuntimeError: There is no GPU.
@@ -293,14 +293,14 @@ class ModelRunner:
         assert not isinstance(self._model, Head)
         try:
             self._model.move_experts(moves)
-        except Exception as error:  # the ranks may not know any more who has which
+        except Exception as error:  # the ranks may no longer know which rank has which rows
             raise RankLostError(f"experts could not be moved: {error}") from error
 
     def _copied(self) -> CopyReport:
         return NOTHING if self._transfer is None else self._transfer.poll()
 
     def _seen(self, step: Step) -> Tensor | None:
-        """The digest of what all ranks got to compute of a step, where each has requests of its own."""
+        """The digest of the rows that all ranks computed in a step, with data-parallel attention."""
         return self._own_rows.seen if self._own_rows is not None and len(step.rank_tokens) else None
 
     def _graphed(self, step: Step) -> bool:
@@ -309,7 +309,7 @@ class ModelRunner:
         return not len(step.rank_tokens) or (step.decodes and int(step.rank_tokens.max()) <= self._graphs.largest)
 
     def _keep_pace(self, step: Step) -> None:
-        """Computes MLPs with the other ranks, which have something to compute while this one has not."""
+        """Joins the other ranks' MLPs in a step in which this rank has no tokens."""
         scratch = np.array([self._pool.scratch_slots()]) // self._pool.page_size
         zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
         idle = replace(step, rows=zero, starts=zero, counts=one, samples=zero, token_ids=zero)
@@ -349,7 +349,7 @@ class ModelRunner:
         return hidden
 
     def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows) -> Callable[[], LaunchedStep]:
-        """Replays a step's layers; returns what does the rest."""
+        """Replays a step's layers; returns a function that computes the rest."""
         self._pool.await_all()
         late = step.late.rows_of(step.token_ids) if isinstance(step.late, DraftedTokens) else None
         find = graphs.begin(rows, step.rank_tokens.tolist(), late=late)
@@ -375,8 +375,8 @@ class ModelRunner:
         return launched
 
     def _keep(self, tokens: SampledTokens, slots: Tensor) -> None:
-        """Keeps each request's latest token on the device for the next step; 0 where none was sampled, as that request ends.
-        After a check of drafts the host knows them before it plans.
+        """Keeps each request's latest token on the device for the next step; 0 if none was sampled, because that request ends.
+        After a check of drafts this is not needed: the host knows the tokens before it plans.
 
         Args:
             tokens: The step's, one of each request.
@@ -407,11 +407,11 @@ class ModelRunner:
 
 
 # Steps whose layers a stage of a pipeline has launched, but not yet what follows the last stage.
-#
-# What the last stage gives of a step is waited for on the queue that computes. So this stage runs the layers of later steps
-# first, one step for each stage after this one; those stages compute meanwhile. No stage waits for another in a
-# circle so: an earlier stage defers no less than a later one, whose layers need its own. No step comes before one that
-# samples a token which it computes, and that the host does not know.
+# The computing queue waits for a step's tensor from the last stage.
+# So this stage runs the layers of later steps
+# first, one step for each stage after this one; those stages compute meanwhile. Stages cannot wait for each other in a # circle:
+# an earlier stage defers at least as many steps as a later one, whose layers need its output. A step never overtakes one that #
+# samples a token that the step computes and the host does not know.
 class DeferredSteps:
     """The steps, in the order of their launch.
 
@@ -419,7 +419,8 @@ class DeferredSteps:
         after: Stages after this one. With the step that is being launched, at most one more is deferred.
 
     Attributes:
-        overtaken: Steps whose rest was launched after the layers of a later one: as often, two were under way in the pipeline.
+        overtaken: How many steps were finished after the layers of a later step were launched, so that two steps were in the
+            pipeline.
     """
 
     def __init__(self, after: int) -> None:
@@ -428,7 +429,7 @@ class DeferredSteps:
         self._waiting: list[tuple[DeferredStep, IntArray]] = []
 
     def make_way(self, step: Step) -> None:
-        """Finishes what has to come before a step's layers."""
+        """Finishes the steps that must come before a step's layers."""
         self._waiting = [each for each in self._waiting if not each[0].finished]
         if not self._waiting:
             return
@@ -441,7 +442,7 @@ class DeferredSteps:
         self.overtaken += len(self._waiting)
 
     def add(self, step: Step, finish: Callable[[], LaunchedStep]) -> DeferredStep:
-        """A step whose layers have been launched.
+        """Adds a step whose layers have been launched.
 
         Args:
             step: The step.
@@ -458,7 +459,7 @@ class DeferredSteps:
         self._waiting.clear()
 
 
-# A step that was queued on the device, and its answer.
+# A step that was queued on the device, and its results.
 
 
 class LaunchedStep:
@@ -469,8 +470,8 @@ class LaunchedStep:
         at: The positions that it samples.
         tokens: Their tokens; None if there are none.
         prompts: Log probabilities of prompt tokens, by the part's index.
-        pooled: float32 [hidden_size] of each chunk that is to be pooled, by the part's index.
-        copied: Asked, when the result is taken, which copies between tiers have ended.
+        pooled: float32 [hidden_size] for each chunk to pool, by the part's index.
+        copied: Called when the result is taken; returns which copies between tiers have ended.
         ops: The operations of the results' device.
         spared_tokens: As :class:`ModelOutput` has them.
         seen: int64 [1]: the same field of :class:`ModelOutput`; None: 0.
@@ -541,7 +542,7 @@ class LaunchedStep:
 
 
 def _parts(values: list[int], at: Positions, late: LateTokens | None) -> Sequence[int]:
-    """The part of each position; -1 for those after the first of their part whose token is not the draft's."""
+    """The part of each position; -1 for positions after the first one of their part whose token differs from the draft."""
     drafts = at.drafts
     if drafts is None:
         return at.parts

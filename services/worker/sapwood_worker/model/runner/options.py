@@ -21,7 +21,7 @@ class RunnerOptions:
 
     Attributes:
         model_path: A ``.gguf`` file or a Hugging Face directory.
-        load_format: ``dummy`` reads the configuration only and makes weights up.
+        load_format: ``dummy`` reads only the configuration and makes random weights.
         device: A torch device.
         dtype: The dtype of weights, activations and cache; ``auto`` is float32 on a CPU, else bfloat16.
         page_size: Tokens in a page.
@@ -31,25 +31,27 @@ class RunnerOptions:
         quantization: How linear layers are quantised: ``fp8`` has scales for each token and output channel, ``fp8_block`` for
             128 numbers of a token and 128 x 128 of the weight, ``fp8_tensor`` one for each tensor.
         sampling_defaults: ``model`` takes those of ``generation_config.json``, ``none`` takes none.
-        stored_weights: ``keep`` multiplies with weights as they are stored where we can, ``widen`` reads their numbers.
+        stored_weights: ``keep`` multiplies with quantised weights as stored where possible, ``widen`` converts them to the
+            model's dtype.
         kv_cache_dtype: The pool's dtype: ``auto`` is the model's.
         memory_fraction: Largest share of the GPU's memory that may be in use, other programs' included.
-        max_step_tokens: Most tokens in a step, and the tokens of the trial; None: what suits device and model.
+        max_step_tokens: The most tokens in a step, also used in the trial; None: chosen for device and model.
         context_length: Upper limit of prompt and output together; None: the model's own.
-        max_running: Most requests in a step; the pool must have a page for each. None: what suits device and model.
+        max_running: The most requests in a step; the pool must have a page for each. None: chosen for device and model.
         cuda_graphs: Whether decode steps and small prefill steps are captured as CUDA graphs, on a GPU.
-        expert_tuning: Longest seconds in which tiles of experts are measured, on a GPU; 0: they go by a model.
+        expert_tuning: The most seconds for measuring the tiles of experts, on a GPU; 0: a cost model chooses the tiles.
         cuda_graph_max_batch: Most tokens of a captured decode step; None: ``max_running``.
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
         seed: Seed of dummy weights.
         attention_backend: As ``attention.registry.choose_backend`` takes it.
-        shared_prefix_attention: Whether keys that decodes share are read once for all of them, where the backend can do so and
-            it pays.
-        kernels_wait: Whether libraries that have to be compiled are waited for, instead of prompts being computed in another way
-            until they are there.
+        shared_prefix_attention: Whether keys that decodes share are read once for all of them, if the backend can do this and it
+            pays.
+        kernels_wait: Whether to wait for libraries that must be compiled, instead of using a fallback backend for prompts until
+            they are ready.
         structured_output: Whether the vocabulary is read for requests with a grammar.
         host_cache_gb: Memory of the KV cache's second tier in GiB; 0: the ratio decides.
-        host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
+        host_cache_ratio: Pages of the second tier for each page of the pool; 0: ``host_cache_gb`` decides. Both 0: there is no
+            second tier.
         share_host_cache: Whether that tier lies in memory that other processes of this host can read.
         one_table: Whether all layers' pages are in one page table, windows or not.
         parallel: The groups of ranks that this process runs the model with.
@@ -57,8 +59,8 @@ class RunnerOptions:
         meeting_host: Rank 0's address, if they are several.
         micro_batches: Whether the stages of a pipeline compute several steps at once: on GPUs ``auto`` does where a trial says
             that it pays.
-        headed: Whether a head drafts from the model's hidden states: on rank 0, beside which all compute the same steps in the
-            same way.
+        headed: Whether a head drafts from the model's hidden states. Only rank 0 drafts, but all ranks then compute the same
+            steps in the same way.
     """
 
     model_path: Path

@@ -1,5 +1,5 @@
-"""Measures from how many tokens on a model's sums over ranks are to run while the rest of a product, or of a layer of experts, is
-computed, and whether what comes of it is right.
+"""Measures the least number of tokens for which a model's all-reduces should overlap with the rest of a product or of a layer of
+experts, and checks the results.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 _TRIES = 2
 _QUEUED = 6
-"""Calls that a device gets at once if it computes by itself: as in a step, the host is then ahead of it."""
+"""How many calls are queued at once on a device that computes by itself: as in a step, the host is then ahead of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What stands for all of a kind.
+    """A layer that represents all of its kind.
 
     Attributes:
         kind: The kind.
         run: Is timed: of [T, width] and a residual [T, N].
         width: Numbers of a row of its input.
-        part: What of it is looked at, whether pieces are summed rightly.
+        part: The part of it that is checked for right sums of chunks.
         sizes: Rows that are tried, ascending.
     """
 
@@ -72,13 +72,13 @@ class _Measured:
 def overlap_sums(
     parallel: Parallel, model: nn.Module, ops: DeviceOps, dtype: torch.dtype, most: int, *, captured: int = 0
 ) -> None:
-    """Has long products and layers of experts be summed in pieces where that is quicker; called by all ranks together.
+    """Sums long products and layers of experts in chunks where that is quicker; called by all ranks together.
 
     Args:
         parallel: The groups.
-        model: The model, or this rank's part of one. What is measured is its first layer without attention, where that is a
-            product and an MLP, or experts, with a sum each, and norms alone see them. Else it is the widest product with a sum,
-            or the experts alone.
+        model: The model, or this rank's part of one. The measured part is its first layer without attention, if that is a
+            product and an MLP or experts, each with a sum that only norms read. Else it is the widest product with a sum, or only
+            the experts.
         ops: The device's operations.
         dtype: Of activations.
         most: Tokens of the largest step.
@@ -116,7 +116,7 @@ def _measured(model: nn.Module, most: int) -> Iterator[_Measured]:
 
 
 def _kind(layer: RowLinear | GatedMLP | SparseMLP) -> CutKind | None:
-    """Of what kind its pieces would be; None: it has none."""
+    """The kind of a layer's chunks; None: it cannot be cut."""
     if isinstance(layer, SparseMLP):
         return layer.kind
     return None if layer.ranks is None else layer.ranks.kind
@@ -133,9 +133,9 @@ def _outputs(layer: RowLinear | SparseMLP) -> int:
 def _choose(
     measured: _Measured, group: Group, overlap: Overlap, ops: DeviceOps, dtype: torch.dtype, captured: int
 ) -> None:
-    """Has what is measured, and all of its kind, be cut as is quickest, if that is right."""
+    """Cuts the measured layer, and all of its kind, in the quickest way, if the results are right."""
     kind, sizes = measured.kind, measured.sizes
-    # Alike on all ranks, and in no two rows: experts are to get tokens as they do from texts.
+    # The same on all ranks, and different in every row, so that experts get tokens as they do from texts.
     numbers = torch.Generator(ops.device).manual_seed(0)
     x = torch.randn(sizes[-1], measured.width, device=ops.device, generator=numbers).to(dtype)
     residual = torch.zeros(sizes[-1], _outputs(measured.part), dtype=dtype, device=ops.device)
@@ -148,7 +148,7 @@ def _choose(
         if rows <= captured:
             call = _captured(call)
         own.append(min(_seconds(call, ops) for _ in range(_TRIES)))  # the first is slower
-    # All ranks go by the slowest one's seconds, so that they cut alike.
+    # All ranks use the slowest rank's seconds, so that all cut in the same way.
     slowest = list(map(max, *group.exchange(own, list[float])))
     table = best_table([(*each, seconds) for each, seconds in zip(tried, slowest, strict=True)], captured)
     trial = Trial(group, ops, (dtype,), timer=time_on_host, replay=as_it_is if ops.device.type == "cpu" else _captured)
@@ -165,7 +165,7 @@ def _choose(
 
 
 class _AfterAttention:
-    """What of a layer comes after its attention, as it is in a step.
+    """The part of a layer after its attention, as in a step.
 
     Args:
         output: Attention's output.
@@ -196,7 +196,7 @@ def _after_attention(module: nn.Module) -> _AfterAttention | None:
 
 
 class _Pieces:
-    """Something whose pieces are summed while the next is computed. Implements
+    """A layer whose chunks are summed while the next chunk is computed. Implements
     :class:`~sapwood_worker.model.distributed.calibration.Case`.
 
     Args:
@@ -219,7 +219,7 @@ class _Pieces:
         self._before = torch.linspace(-1, 1, rows * outputs, device=ops.device).view(rows, -1).to(dtype)
         self._residual = torch.empty_like(self._before)
         self._group, self._layer, self._beside = group, layer, group.overlap
-        # What it is compared with: the same pieces, each summed by torch's backend before the next is computed.
+        # The reference: the same chunks, each summed by torch's backend before the next is computed.
         self._apart = Overlap(group.backend.sum if isinstance(group, TorchGroup) else group.all_reduce, _at_once)
         for each in (self._beside, self._apart):
             each.cut([(0, count)], measured.kind)
@@ -235,7 +235,7 @@ class _Pieces:
         self._group.overlap = self._apart
         self.run()
         self._group.overlap = self._beside
-        # The backend may add the ranks' parts up in another order.
+        # The backend may add the ranks' parts in another order.
         most = 4 * torch.finfo(found.dtype).eps * float(self._residual.abs().max())
         return "" if torch.allclose(found, self._residual, rtol=0, atol=most) else "sum in pieces"
 
@@ -269,8 +269,8 @@ def _seconds(call: Callable[[], object], ops: DeviceOps) -> float:
     return (time.perf_counter() - began) / calls
 
 
-# Steps of dummy requests, which tell from how many requests on it pays that the stages of a pipeline compute several
-# steps at once (micro_batches), and whether the tokens of such steps are right. For devices that compute while their host
+# Steps of dummy requests. They show the least number of requests for which computing several # steps at once in a pipeline
+# (micro_batches) pays, and whether the tokens of such steps are right. For devices that compute while their host
 # continues.
 
 
@@ -279,17 +279,18 @@ _KEYS = 1024
 _ROUNDS = 10
 """Tokens that each request gets in a trial."""
 _GAIN = 0.97
-"""Part of the time of one micro-batch that several have to take at most."""
+"""Several micro-batches are used only if they take at most this share of the time of one."""
 
 
 def try_micro_batches(runner: ModelRunner, pool: DevicePool, parallel: Parallel, *, always: bool = False) -> None:
-    """Sets in the runner's ``info`` how many micro-batches there are and from how many requests on; called by all ranks together.
+    """Sets in the runner's ``info`` the number of micro-batches and the least number of requests for them; called by all ranks
+    together.
 
     Args:
         runner: Runs this rank's part of the model, with one micro-batch for each stage.
         pool: Its keys and values, which are overwritten.
         parallel: The groups.
-        always: Whether they are used even where that does not pay.
+        always: Whether to use micro-batches even if they do not pay.
     """
     info, stages = runner.info, parallel.pp.size
     if info.micro_batches == 1:
@@ -308,7 +309,7 @@ def try_micro_batches(runner: ModelRunner, pool: DevicePool, parallel: Parallel,
     while size >= stages:
         trial = DecodeTrial(runner, size)
         one, several = (min(trial.seconds(shares) for _ in range(_TRIES)) for shares in (1, stages))
-        # All ranks go by the slowest one's seconds, so that they choose alike.
+        # All ranks use the slowest rank's seconds, so that all choose the same.
         one, several = map(max, zip(*parallel.exchange((one, several), tuple[float, float]), strict=True))
         said.append(f"{size} requests: {1e3 * one:.2f} ms, {1e3 * several:.2f} ms")
         if several > _GAIN * one and not always:
@@ -321,7 +322,7 @@ def try_micro_batches(runner: ModelRunner, pool: DevicePool, parallel: Parallel,
 
 
 class DecodeTrial:
-    """Decodes of dummy requests, each a token after another, which all ranks launch alike.
+    """Decodes of dummy requests, one token after another; all ranks launch the same steps.
 
     Args:
         runner: Launches them.
@@ -348,7 +349,7 @@ class DecodeTrial:
         """The tokens of each step.
 
         Args:
-            shares: Into how many steps each round goes.
+            shares: Into how many steps each round is divided.
             apart: Whether each step ends before the next is launched.
         """
         launched: deque[LaunchedStep] = deque()

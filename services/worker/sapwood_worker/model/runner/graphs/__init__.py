@@ -1,1 +1,1 @@
-"""Steps without the host's part: CUDA graphs of decodes and of prompts' pieces, on a CPU recordings. Knows no scheduler."""
+"""Steps without the host's work: CUDA graphs of decodes and of prompts, and recordings on a CPU. Knows no scheduler."""

@@ -4,8 +4,8 @@ A decode step of a small model is hundreds of kernels of a few microseconds; if 
 the bottleneck. A batch runs on the next larger size of the ladder; padding rows write to a scratch page. All graphs share one
 memory pool, captured from the largest down, so the ladder costs little more memory than its largest size.
 
-A stage of a pipeline has two graphs for each size: its layers, and what follows the last stage. What stages exchange is launched
-between them, as the next step's layers may be.
+A stage of a pipeline has two graphs for each size: one for its layers, and one for the work after the last stage. The exchange
+between stages is launched between the two graphs, and the next step's layers may be launched there too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from sapwood_worker.records.step import IntArray
 ResultT = TypeVar("ResultT")
 
 _LEAST_SHARING, _STEP_DOWN = 4, 0.7
-"""The smallest graph for batches that share keys, unless the largest of all is smaller, and the most that each is of the next."""
+"""The smallest graph size for batches that share keys (unless the largest graph is smaller), and the largest ratio of a size to
+the next."""
 
 
 def ladder(largest: int) -> list[int]:
@@ -44,7 +45,7 @@ def ladder(largest: int) -> list[int]:
 
 
 def sparse_ladder(sizes: Sequence[int]) -> list[int]:
-    """The sizes of a ladder (ascending) for batches that share keys: fewer, since sharing saves them more than padding costs."""
+    """The sizes of a ladder (ascending) for batches that share keys: fewer sizes, since sharing saves more than padding costs."""
     chosen = [sizes[-1]]
     for size in reversed(sizes):
         if _LEAST_SHARING <= size <= _STEP_DOWN * chosen[-1]:
@@ -60,8 +61,8 @@ class DecodeResult:
         logits: [B, vocab_size], float32 or the model's dtype.
         greedy: int64 [B]: each row's likeliest token; -1 where its logits are not finite numbers.
         slots: int64 [B]: the requests' rows of the page table, as given.
-        drawn: int64 [B]: each row's token by its request's settings of the draw, -1 likewise; None: it is not drawn here.
-        hidden: [B, hidden_size]: what a head made of each token; None: it is no head.
+        drawn: int64 [B]: each row's token, sampled with its request's settings, -1 likewise; None: tokens are not sampled here.
+        hidden: [B, hidden_size]: a draft head's output for each token; None: it is no head.
     """
 
     logits: Tensor
@@ -86,7 +87,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     attention: StepAttention
     result: DecodeResult
-    # Of a stage: what its layers give, which is all that the graph computes. The result is that of the graph that follows.
+    # For a stage: the output of its layers, which is all that this graph computes. The result is that of the second graph.
     hidden: Tensor | None = None
 
 
@@ -97,16 +98,16 @@ class DecodeGraphs:
         model: The model, or a head that drafts.
         backend: The model's attention.
         make: Makes the attention for a number of decodes; it comes from ``backend.graphs()``.
-        make_shared: The same for decodes that share keys, as ``backend.shared_graphs()`` gives it. These have graphs of their
-            own, so that other decodes pay nothing for them. None: there are none.
+        make_shared: The same for decodes that share keys, from ``backend.shared_graphs()``. They have separate graphs, so that
+            other decodes stay as fast. None: no graphs for shared keys.
         pool: Keys and values.
         sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
-        last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
-        drawing: int64 [rows of the page table, ``SETTINGS``]: what a draw takes of each row's request; None: it is a head, whose
-            tokens are drawn outside.
+        last_tokens: int64 [rows of the page table]: each row's latest token, used if the host does not know it.
+        drawing: int64 [rows of the page table, ``SETTINGS``]: the sampling settings of each row's request; None: it is a draft
+            head, whose tokens are sampled outside the graph.
         ops: The device's operations.
-        shifted: Takes what a head makes of its tokens; None: it is a whole model.
-        capture: Whether there will be graphs; else each step is computed once, for what that compiles.
+        shifted: Takes a draft head's output for its tokens; None: it is a whole model.
+        capture: Whether to capture graphs; else each step is computed once, so that its kernels are compiled.
 
     Attributes:
         columns: int64 [the largest size]: 0 and up, on the device.
@@ -136,15 +137,15 @@ class DecodeGraphs:
         self.columns = torch.arange(sizes[-1], device=pool.device)
         self._last_tokens = last_tokens
         self._sizes = list(sizes)
-        # Its rows are token ids, positions, rows of the page table, cache slots of each group, and the slots where a head leaves
-        # what it makes: a step copies all at once.
+        # Its rows are token ids, positions, rows of the page table, cache slots of each group, and the slots for # a head's
+        # output: one copy brings all of them to the device.
         tables = len(pool.counts)
         rows = 3 + tables + (shifted is not None)
         self._inputs = torch.zeros(rows, self._sizes[-1], dtype=torch.int64, device=pool.device)
         self._staging = torch.zeros(rows, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._slots = self._inputs[3 : 3 + tables].unbind()
         self._stage = StageBuffers.of(model, sizes[-1])
-        # What follows the last stage is computed after the next step's inputs have come.
+        # The work after the last stage is computed after the next step's inputs have arrived.
         self._drawing = drawing if self._stage is None else None
         self._tails: dict[int, tuple[torch.cuda.CUDAGraph, DecodeResult]] = {}
         self._memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
@@ -175,8 +176,8 @@ class DecodeGraphs:
         Args:
             step: The tokens.
             of_ranks: Tokens of each rank, where ranks replay graphs of one size together.
-            idle: Whether the rows are no tokens: this rank only keeps pace.
-            late: int64 [N] and int64 [N]: rows whose token the device knows alone, and that token; None: there are none.
+            idle: Whether the rows are only padding: this rank has no tokens and only keeps pace with the others.
+            late: int64 [N] and int64 [N]: rows whose token only the device knows, and that token; None: there are none.
         """
         return self.begin(step, of_ranks, idle=idle, late=late)()
 
@@ -188,8 +189,8 @@ class DecodeGraphs:
         idle: bool = False,
         late: tuple[Tensor, Tensor] | None = None,
     ) -> Callable[[], DecodeResult]:
-        """Computes the layers only; takes what :meth:`run` takes. The returned call computes the rest; all stages make it once,
-        in the order of the steps. Of a model that is in no stages all is computed."""
+        """Computes the layers only; takes what :meth:`run` takes. The returned function computes the rest; every stage calls it
+        once, in the order of the steps. A model without stages is computed wholly."""
         self._backend.begin_plan()
         count = len(step.token_ids)
         positions, lengths = step.positions, step.positions + 1
@@ -238,7 +239,7 @@ class DecodeGraphs:
         return partial(self._finish, self._stage, size, hidden, replace(result, slots=result.slots.clone()))
 
     def _finish(self, stage: StageBuffers, size: int, hidden: Tensor, result: DecodeResult) -> DecodeResult:
-        """Computes what follows the last stage, whose layers have computed nothing after ``hidden``."""
+        """Computes the work after the last stage; ``hidden`` is the output of that stage's layers."""
         stage.spread(hidden)
         self._tails[size][0].replay()
         return result
@@ -264,18 +265,19 @@ class DecodeGraphs:
         choose: Callable[[int, DecodeResult], Tensor] | None = None,
         late: LateStart | None = None,
     ) -> list[Tensor]:
-        """Computes steps one after another, each of the tokens of the one before; asynchronous, and the host waits for none of
-        them. :meth:`chains` must have said that it can.
+        """Computes steps one after another, each with the tokens of the one before; asynchronous, and the host waits for none of
+        them. :meth:`chains` must have returned true.
 
         Args:
             first: The decodes of the first step, with pages for all steps; their tokens are the requests' latest.
             wanted: int64 [B]: for how many steps each request runs; with ``late``, at how many positions from ``first`` on it may
                 be computed.
             choose: Takes a step's number, from 0, and its result, and returns tokens, int64 [B]; None: the likeliest tokens.
-            late: Where it begins, if the host does not know; None: at ``first``.
+            late: The position where it begins, if only the device knows it; None: at ``first``.
 
         Returns:
-            int64 [B] of each step: the tokens, -1 where the logits are not finite numbers; of a request that has ended undefined.
+            int64 [B] of each step: the tokens, -1 where the logits are not finite numbers; undefined for a request that has
+            ended.
         """
         count = len(first.slots)
         captured = self._captured[self._sizes[bisect_left(self._sizes, count)]]
@@ -379,7 +381,7 @@ class DecodeGraphs:
         return self._result(size, self._model.logits(hidden), None if self._shifted is None else hidden)
 
     def _layers(self, stage: StageBuffers, size: int, plan: PagedPlan) -> Tensor:
-        """What this stage's layers give."""
+        """The output of this stage's layers."""
         assert not isinstance(self._model, Head)
         begun = self._model.begin(self._tokens(size)) if stage.first else stage.received[:size]
         return self._model.compute(begun, self._inputs[1, :size], plan)
@@ -401,20 +403,20 @@ class DecodeGraphs:
         return DecodeResult(logits, greedy, slots, drawn, hidden)
 
 
-# Where the graphs of a stage of a pipeline read what other stages send: always in the same place.
+# The buffers in which the graphs of a pipeline stage read other stages' tensors: always at the same address.
 
 
 class StageBuffers:
-    """Tensors that graphs read, and what fills them outside of the graphs.
+    """Tensors that graphs read, and the calls that fill them outside the graphs.
 
     Args:
         model: The stage's part of the model.
         rows: Tokens of the largest graph.
 
     Attributes:
-        first: Whether the stage gets tokens, and nothing of another stage.
-        received: [rows, hidden_size]: what the stage before has sent; layers may overwrite it.
-        last: [rows, hidden_size]: what the last stage's layers give.
+        first: Whether the stage gets tokens, and no tensor from another stage.
+        received: [rows, hidden_size]: the tensor from the stage before; layers may overwrite it.
+        last: [rows, hidden_size]: the output of the last stage's layers.
     """
 
     def __init__(self, model: DecoderModel, rows: int) -> None:
@@ -424,15 +426,15 @@ class StageBuffers:
 
     @classmethod
     def of(cls, model: DecoderModel | Head, rows: int) -> StageBuffers | None:
-        """The buffers for a model; None: it is in no stages."""
+        """The buffers for a model; None: the model has no stages."""
         return None if isinstance(model, Head) or model.link.alone else cls(model, rows)
 
     def receive(self, tokens: int, rows: int) -> None:
-        """Before the layers: fills ``received`` with what the stage before sends, if there is one.
+        """Call before the layers: fills ``received`` with the tensor from the stage before, if there is one.
 
         Args:
             tokens: How many.
-            rows: Of the graph. Rows that pad it are zero: else layers would add to what they left there the time before.
+            rows: The graph's rows. Padding rows are set to zero, because layers would otherwise add to old values there.
         """
         if not self.first:
             self.received[:tokens].copy_(self._link.receive(tokens))
@@ -440,7 +442,7 @@ class StageBuffers:
                 self.received[tokens:rows].zero_()
 
     def send(self, hidden: Tensor) -> None:
-        """After the layers: sends what they have given on to the next stage, if there is one."""
+        """Call after the layers: sends their output to the next stage, if there is one."""
         if not self._link.last:
             self._link.send(hidden)
 
@@ -448,7 +450,7 @@ class StageBuffers:
         """Fills ``last``; called by all stages.
 
         Args:
-            hidden: [T, hidden_size]: what this stage's layers have given; only the last stage's is read.
+            hidden: [T, hidden_size]: the output of this stage's layers; only the last stage's is read.
         """
         last = self.last[: len(hidden)]
         self._link.spread(last.copy_(hidden) if self._link.last else last)

@@ -1,11 +1,11 @@
 """Turns a small step into rows of a decode graph: one row for each token to compute, of a decode or of a prompt.
 
 A decode graph writes the keys and values of all its rows before any row attends, and a row sees the positions up to its own. So
-a few tokens of a prompt, as rows with the request's pages and their own lengths, are computed as in a prefill: a prompt that is
-cached but for its end costs one replay, not the launches of every layer's attention.
+a few tokens of a prompt, as rows with the request's pages and their own lengths, are computed as in a prefill: a prompt whose
+end only is not cached costs one replay, not the launches of every layer's attention.
 
-Cost: each row reads its request's keys by itself, where prefill reads them once for all rows; of prompts this pays for few keys
-only. The tokens of a draft are rows whatever it costs, as a step by itself costs more.
+Cost: each row reads its request's keys by itself, where prefill reads them once for all rows; for prompts this pays only if
+there are few keys. The tokens of a draft always become rows, because a separate step costs more.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class DecodeRows:
         slots: [T]: the row of the page table of each token's request.
         pages: int32 [T, W]: each token's pages.
         last: [R]: the rows after which the step samples; None: all rows, in order.
-        prompts: bool [T]: which rows are of prompts; None: none. To find what they share takes longer than to read their keys.
-        left: int64 [T]: the slots where a head leaves what it makes of each token; None: it is no head.
+        prompts: bool [T]: which rows are of prompts; None: none. Finding their shared keys takes longer than reading them.
+        left: int64 [T]: the slots for a draft head's output of each token; None: it is no head.
     """
 
     token_ids: IntArray
@@ -54,7 +54,7 @@ def decode_rows(
     """The rows of a step, or None if it does not fit. O(rows).
 
     Args:
-        step: At least one part, and nothing wanted of it but sampled tokens.
+        step: At least one part; only sampled tokens are wanted of it.
         page_size: Tokens in a page.
         most_rows: Rows of the largest graph.
         most_pages: The most pages that the rows may name together.
@@ -80,11 +80,11 @@ def decode_rows(
     return DecodeRows(step.token_ids, positions, step.rows[owner], step.pages[owner], last, of_prompts)
 
 
-# What a chain of decodes has drafted, which the host need not know to have it checked.
+# The draft of a chain of decodes. The host need not know it to have it checked.
 
 
 class DraftedTokens:
-    """Implements :class:`sapwood_worker.records.step.LateTokens`; on their way to the host from construction on.
+    """Implements :class:`sapwood_worker.records.step.LateTokens`; the copy to the host begins at construction.
 
     Args:
         steps: int64 [B] of each step: the tokens; less than 0 for an unknown token.
@@ -93,7 +93,7 @@ class DraftedTokens:
 
     Attributes:
         begun: The argument.
-        share: The part of their time that :meth:`seconds` tells: less than 1 if fewer tokens are used than were made.
+        share: The part of their time that :meth:`seconds` returns: less than 1 if fewer tokens are used than were made.
         tokens: int64 [K * B] on the device, step after step; 0 for an unknown token.
     """
 
@@ -121,9 +121,8 @@ class DraftedTokens:
 
 # A chain of decodes of the same requests: each computes the token that the one before has sampled. The host prepares
 # all of them at once, so that the device need not wait for the host in between.
-#
-# A head's step takes an H200 0.25 ms, and the host as long to prepare it. In a chain nothing is prepared between the
-# steps: a copy on the device brings positions and slots, and the attention's plan is moved by a key.
+# A head's step takes an H200 0.25 ms, and the host needs the same time to prepare it. In a chain the host prepares nothing
+# between # steps: a copy on the device brings positions and slots, and the attention's plan is moved by a key.
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +131,8 @@ class StagedChain:
 
     Attributes:
         inputs: int64 [K, N, S]: the graph's inputs in each step. Columns that a step does not compute write to scratch.
-        lengths: int64 [S]: the keys of each column in the last step, counted on for columns that are left out by then; in the
-            step before each has one less.
+        lengths: int64 [S]: the keys of each column in the last step, as if all columns ran to the end; in each earlier step
+            there is one key less.
         pages: int32 [S, W]: the pages of each request's keys, then the scratch page.
     """
 
@@ -163,7 +162,8 @@ def stage_chain(
     """Prepares a chain. Vectorised, O(steps * size).
 
     Args:
-        first: The decodes of the first step, with pages for all steps. A head's leave what they make in the slot after their own.
+        first: The decodes of the first step, with pages for all steps. A draft head leaves its output in the slot after the
+            token's own.
         wanted: int64 [B]: for how many steps each request runs, 0 or more.
         size: Columns.
         page_size: Tokens in a page.

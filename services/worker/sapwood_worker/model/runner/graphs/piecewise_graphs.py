@@ -1,11 +1,11 @@
 """CUDA graphs of steps that compute prompts: all but the attention, in a piece for each layer.
 
 A layer is nine kernels; launching them one by one takes the host 0.3 to 0.4 ms, so a step of a small model, or of few tokens,
-waits for the host. All between two layers' attention depends on the number of tokens only: it is captured for a ladder of
+waits for the host. The work between two layers' attention depends only on the number of tokens: it is captured for a ladder of
 numbers and replayed as one launch. Attention, whose shape differs from step to step, is launched by itself. Rows that pad a step
 to the ladder's next number write to a scratch page.
 
-What stages of a pipeline send each other is in no piece.
+The exchange between stages of a pipeline is in no piece.
 
 The captures share one memory pool: they are replayed in the order of their capture, one number of tokens at a time.
 """
@@ -32,7 +32,7 @@ from sapwood_worker.model.runner.graphs.cuda_graph import StageBuffers
 _LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3 / 28, 20e-3 / 28
 """Seconds that the host takes to launch the kernels of a layer one by one, about."""
 _SPARSE = 2.0
-"""How many times as long that takes with experts."""
+"""With experts, launching takes this many times as long."""
 _OPERATIONS_A_SECOND, _FLOAT8_OPERATIONS_A_SECOND = 6e14, 1.1e15
 """Operations per second that matrix products reach on an H100 or H200, about."""
 _FEWEST, _MOST = 256, 8192

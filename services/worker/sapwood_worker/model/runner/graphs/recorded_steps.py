@@ -32,7 +32,8 @@ class _Recorded:
 class RecordedSteps:
     """Runs the layers for one token of each of a few requests.
 
-    Layers that compute anything by torch, other than sums in place, are not recorded: such a model never has a recorded step.
+    Layers that use torch for anything except sums in place cannot be recorded: a model with such a layer never has a recorded
+        step.
 
     Args:
         model: The model, whole and on one rank.
@@ -40,7 +41,7 @@ class RecordedSteps:
 
     Attributes:
         runs: Steps that were run from a recording.
-        refused: Why nothing is recorded; None: nothing stood against it so far.
+        refused: Why nothing is recorded; None: no obstacle so far.
     """
 
     def __init__(self, model: DecoderModel, library: NativeLibrary) -> None:
@@ -51,7 +52,7 @@ class RecordedSteps:
         self._recorded: dict[int, _Recorded] = {}
 
     def run(self, batch: ForwardBatch, plan: PagedPlan) -> Tensor | None:
-        """The hidden states after every token, [T, hidden_size], as the model gives them; None: it has to compute them.
+        """The hidden states after every token, [T, hidden_size], as the model returns them; None: the model must compute them.
 
         Args:
             batch: The step.
@@ -103,7 +104,7 @@ class RecordedSteps:
 def record_steps(
     options: RunnerOptions, model: DecoderModel, ops: DeviceOps, dtype: torch.dtype
 ) -> RecordedSteps | None:
-    """What records a model's decodes, on a CPU where C may compute all that they are; None: they cannot be.
+    """The recorder of a model's decodes, on a CPU if C code can compute all of their layers; None: they cannot be recorded.
 
     Args:
         options: As the model was loaded; without ``cuda_graphs`` nothing is recorded.

@@ -65,7 +65,7 @@ def render() -> str:
     worker_metrics.watch(Load)
     worker_metrics.watch_experts(ExpertLoad, int)
     worker_metrics.watch_sums(dict, SumChoices)
-    worker_metrics.watch_vitals(Liveness())
+    worker_metrics.watch_liveness(Liveness())
     sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]
     return "\n".join([HEAD, *(f"## {name}\n\n{table(metrics.specs)}" for name, metrics in sections)])
 

@@ -1,1 +1,2 @@
-"""What passes between the worker's two processes: messages, sockets, start and end. Knows no gRPC, no torch, neither side."""
+"""Communication between the worker's two processes: messages, sockets, start and end. Imports no gRPC, no torch and neither
+process's code."""

@@ -20,7 +20,7 @@ from sapwood_worker.records.ranks import WAITS_BYTES, Shown, Waits
 # began, by the machine's monotonic clock; zero while the loop waits for messages. Writing them takes neither a lock nor
 # a message, so that a step that hangs with the interpreter's lock held is seen too. Eight more hold a count that a
 # thread of the process raises ten times a second, during a long step as well: where it stands still, the process does.
-# What follows is what a rank of several shows of itself (``records/ranks.py``).
+# After these come the values in which a rank shows its progress (``records/ranks.py``).
 
 
 PROGRESS_FILE = "progress"
@@ -105,7 +105,7 @@ def map_progress(path: Path) -> mmap.mmap:
 
 
 FROZEN_SECONDS = 1.0
-"""Seconds without a sign of life after which health checks take a scheduler process for frozen."""
+"""Seconds without a heartbeat after which health checks report a scheduler process as frozen."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Liveness:
     """Written by the supervisor, read by sessions and health checks, all on one event loop.
 
     Attributes:
-        frozen: Seconds for which the scheduler process has given no sign of life: it is stopped, or hangs with all its threads.
+        frozen: Seconds since the scheduler process's last heartbeat: it is stopped, or hangs with all its threads.
             0 while it lives, however long its steps take.
         step: Seconds for which it has been at its current step; 0 between steps.
         stuck: Whether ``step`` or ``frozen`` is more than ``--watchdog-timeout``.

@@ -1,4 +1,4 @@
-"""What the gRPC front and the scheduler process say to each other: msgpack over ZeroMQ.
+"""The messages between the gRPC front and the scheduler process: msgpack over ZeroMQ.
 
 A request is known by a serial number, which the front never gives twice: a client may use a request id again as soon as the old
 request is cancelled, while outputs of that are still on their way.
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """How a request is ranked among others, and how long it may take.
+    """A request's scheduling parameters: its priority, tenant, cache namespace and time limit.
 
     Attributes:
         priority: Higher goes first, where the policy heeds priorities.
         tenant: On whose behalf it runs; tenants get equal shares.
         namespace: Requests of different namespaces share no cached pages; see
             ``sapwood_common.contract.page_hash.cache_namespace``.
-        seconds: Seconds after which it ends, finished or not; None: no limit.
+        seconds: Seconds after which it is ended even if unfinished; None: no limit.
     """
 
     priority: int = 0
@@ -50,7 +50,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A new request.
 
     ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``output_tokens``: how many of the last
-    ``token_ids`` are output of an earlier try. ``terms``: its priority, tenant, namespace and deadline.
+    ``token_ids`` are output of an earlier attempt. ``terms``: its priority, tenant, namespace and deadline.
     ``pooling``: how its hidden states become an embedding; empty: it generates.
     ``hands_off``: it ends after its first token, with a ticket for its pages. ``ticket``: for pages that another worker keeps.
     """
@@ -75,7 +75,7 @@ class KeepHandoffs(msgspec.Struct, frozen=True, tag="keep-handoffs"):
 
 
 class AnnouncePages(msgspec.Struct, frozen=True, tag="announce-pages"):
-    """Pages that may be read for a request that is likely to come. ``token_ids``: its prompt, native uint32; empty if an earlier
+    """Pages that may be read for a request that will probably come. ``token_ids``: its prompt, native uint32; empty if an earlier
     message of this transfer had it."""
 
     ticket: HandoffTicket
@@ -96,7 +96,7 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
 
 
 class Pin(msgspec.Struct, frozen=True, tag="pin"):
-    """Keep what is cached of a prefix (native uint32); answered with the number of tokens."""
+    """Pin the cached part of a prefix (native uint32); answered with the number of pinned tokens."""
 
     call: int
     name: str
@@ -106,7 +106,7 @@ class Pin(msgspec.Struct, frozen=True, tag="pin"):
 
 
 class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
-    """Let go of a pinned prefix; answered with whether there was one."""
+    """Release a pinned prefix; the answer says whether there was one."""
 
     call: int
     name: str
@@ -180,7 +180,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A submitted request was not let in.
+    """A submitted request was not accepted.
 
     ``kind``: the name of its class in :mod:`sapwood_common.errors`; the scheduler process knows no gRPC status.
     """
@@ -193,12 +193,12 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Step(msgspec.Struct, tag="step"):
-    """What came of one scheduler step.
+    """The results of one scheduler step.
 
     ``kv_events``: what the prefix cache stored and removed since the last message; ``times``: how long this step took, and the
-    steps before it for which no message was sent; ``experts``: what the model's experts have got, now and then; ``sums``: the
-    same of how often each method has summed tensors over ranks; ``rank_kv_events``: with data-parallel attention, the events of
-    each rank's own prefix cache, which ``kv_events`` merges.
+    steps before it for which no message was sent; ``experts``: now and then, how many tokens the model's experts have got;
+    ``sums``: now and then, how often each method has summed tensors over ranks; ``rank_kv_events``: with data-parallel attention,
+    the events of each rank's own prefix cache, which ``kv_events`` merges.
     """
 
     outputs: list[RequestOutput]
@@ -249,7 +249,7 @@ def encode(message: ToScheduler | FromScheduler) -> bytes:
 
 
 _WAIT_MS = 500
-"""The loop looks at the leases of handed-off pages at least so often."""
+"""The loop checks the leases of KV transfers at least this often."""
 
 
 class OrphanedError(Exception):
@@ -273,7 +273,7 @@ class ZmqChannel:
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.set_hwm(
             0
-        )  # the front always reads, and merges what its clients do not: that is what bounds memory
+        )  # the front always reads, and merges outputs that its clients do not read, which bounds memory
         self._outbox.setsockopt(zmq.LINGER, 2_000)
         self._outbox.connect(f"ipc://{folder}/from-scheduler")
 
@@ -346,7 +346,7 @@ class Channel(Protocol):
         ...
 
     def send(self, message: FromScheduler) -> None:
-        """Hands a message on, in order; never blocks."""
+        """Sends a message, in order; never blocks."""
         ...
 
 

@@ -47,13 +47,14 @@ from sapwood_worker.ipc.rank import (
 logger = logging.getLogger(__name__)
 
 
-# The connection between the first node of a group and another: what they tell each other, and signs of life.
+# The connection between the first node of a group and another: their messages, and heartbeats.
 
 
 LINK, STORE = b"link", b"stor"
-"""What a node connects to the first one for: to follow it; to reach the store by which the ranks of an epoch meet."""
+"""The purposes of a node's connection to the first one: to follow it, or to reach the store in which the ranks of an epoch
+meet."""
 STEPS = "steps"
-"""What the key of an epoch's connections is for."""
+"""The purpose from which the key of an epoch's connections is derived."""
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 1 << 16
 _BEAT_SECONDS = 0.1
@@ -73,7 +74,7 @@ _OWN = frozenset(
         ),
     )
 )
-"""Settings that each node may have its own of."""
+"""Settings that may differ between nodes."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -82,7 +83,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         node: Its ``--node-rank``.
         version: Sapwood's version there.
-        settings: What all nodes must have alike.
+        settings: The settings that must be equal on all nodes.
     """
 
     node: int
@@ -91,12 +92,12 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
     @staticmethod
     def of(config: WorkerConfig) -> Hello:
-        """What a node with this configuration says."""
+        """The message of a node with this configuration."""
         shared = {name: str(value) for name, value in config.model_dump(mode="json").items() if name not in _OWN}
         return Hello(config.node_rank, version("sapwood"), shared)
 
     def difference(self, other: Hello) -> str:
-        """How another node differs, as a text for people; empty: in nothing that matters."""
+        """How another node differs, as text for people; empty: in nothing important."""
         if other.version != self.version:
             return f"it runs sapwood {other.version}, this one {self.version}"
         for name, value in self.settings.items():
@@ -117,7 +118,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         epoch: Counts up.
         steps: Port at the first node where ranks get their steps.
-        salt: Makes the key of these connections of the group's.
+        salt: The salt that derives the key of these connections from the group's key.
     """
 
     epoch: int
@@ -126,7 +127,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """All ranks have loaded their model: from now on silence means more."""
+    """All ranks have loaded their model: from now on a shorter silence counts as a loss."""
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
@@ -170,16 +171,17 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class LinkLostError(Exception):
-    """The other end is gone, silent, or says what makes no sense."""
+    """The other end is gone, silent, or sends invalid messages."""
 
 
 class NodeLink:
-    """One end. Gives signs of life from construction to :meth:`close`.
+    """One end of a link. It sends heartbeats from construction to :meth:`close`.
 
     Args:
         reader: What the other end says.
         writer: The way there.
-        silence: Seconds without a sign of life after which the other end is lost. What this process slept itself does not count.
+        silence: Seconds without a heartbeat after which the other end is lost. Time in which this process itself was stopped does
+            not count.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float) -> None:
@@ -190,13 +192,13 @@ class NodeLink:
         self._beating = asyncio.ensure_future(self._beat())
 
     def send(self, message: Message) -> None:
-        """Queues a message; never blocks. To an end that is gone nothing is sent."""
+        """Queues a message; never blocks. Messages to an end that is gone are dropped."""
         data = _encoder.encode(message)
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
     async def receive(self) -> Message:
-        """The next message that is more than a sign of life.
+        """The next message that is not a heartbeat.
 
         Raises:
             LinkLostError: The other end is lost.
@@ -244,7 +246,7 @@ class NodeLink:
 
 
 async def join_streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-    """Hands on all that comes over a connection to a port, and all that comes back, until either end closes."""
+    """Forwards all data between a connection and a port, in both directions, until either end closes."""
     try:
         theirs, back = await asyncio.open_connection(host, port)
     except OSError:
@@ -257,7 +259,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def join_pair(one: Streams, other: Streams) -> None:
-    """Hands on all that comes over either of two connections to the other one, until one closes; closes both."""
+    """Forwards all data between two connections until one closes; closes both."""
     ways = [asyncio.ensure_future(_copy(one[0], other[1])), asyncio.ensure_future(_copy(other[0], one[1]))]
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -276,7 +278,7 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 
 _FIRST_SECONDS = 120.0
-"""Seconds that the other nodes get to come at the start. Once they were there they are waited for without end."""
+"""Seconds for the other nodes to connect at the start. Later, a lost node is waited for without limit."""
 _SILENCE_SECONDS = 1.5
 _REMINDER_SECONDS = 30.0
 
@@ -317,8 +319,8 @@ class Nodes:
     Attributes:
         host: The address at which ranks meet.
         key: The group's.
-        one_left: Whether a node was lost in this epoch, which may come again.
-        progress_of_ranks: How far the other nodes' ranks have come in this epoch, by the node.
+        one_left: Whether a node was lost in this epoch; it may connect again.
+        progress_of_ranks: For each other node, the progress of its ranks in this epoch.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -355,7 +357,7 @@ class Nodes:
         """Waits until all nodes are there.
 
         Raises:
-            ConfigError: At the first time one did not come; says which, and why if that is known.
+            ConfigError: At the first start a node did not connect; the error names it, and the reason if known.
         """
         waited = 0.0
         while missing := [node for node in range(1, self._nnodes) if node not in self._links]:
@@ -374,7 +376,7 @@ class Nodes:
         self._refusals.clear()
 
     def begin(self, meeting: Meeting) -> asyncio.Future[tuple[int, str]]:
-        """Has the nodes start their ranks; the result is the first rank that is lost and how."""
+        """Starts the nodes' ranks; the returned future has the first lost rank and how it was lost."""
         self._epoch += 1
         self.one_left = False
         self.progress_of_ranks = {}
@@ -475,7 +477,7 @@ class Nodes:
             self._lost.set_result((rank, how))
 
 
-# A node of a group other than the first: runs ranks, as the first node tells it, and nothing else.
+# A node of a group other than the first: it only runs ranks, on the first node's command.
 
 
 _AGAIN_SECONDS = 0.5
@@ -578,7 +580,7 @@ class _FollowerNode:
 
 
 class StoreTunnel:
-    """A port of this host's own behind which the first node's store is, by which ranks meet.
+    """A port of this host that forwards to the first node's store, in which ranks meet.
 
     Args:
         host: The first node's address.
@@ -683,7 +685,7 @@ class _NodeRanks:
         progress_of_ranks = [RankProgress(rank, _POLL_SECONDS) for rank in ranks]
         told: set[int] = set()
         while True:
-            # Who was killed or says why comes before those that have only lost it.
+            # A rank that was killed or reports a reason is named before ranks that have only lost it.
             ended = [rank for rank in ranks if not rank.running]
             for rank in sorted(ended, key=lambda rank: (not rank.was_killed, not rank.has_spoken)):
                 if rank.number not in told:

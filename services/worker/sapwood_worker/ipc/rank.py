@@ -1,4 +1,4 @@
-"""A rank's process and what it shows of itself, and which of several ranks hangs."""
+"""A rank's process and its progress, and the search for a rank that hangs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ChildProcess:
 
     Args:
         command: The arguments of Python.
-        said: What it reads from its standard input, which others cannot see, as they can a command line.
-        descriptors: File descriptors that it gets, by the same numbers.
+        said: The text for its standard input, which other users cannot see, unlike a command line.
+        descriptors: File descriptors that it inherits, with the same numbers.
     """
 
     def __init__(self, command: Sequence[str], said: bytes = b"", descriptors: Sequence[int] = ()) -> None:
@@ -63,7 +63,7 @@ class ChildProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, or is about to, as the kernel tells; False where the kernel does not tell."""
+        """Whether it has ended, or is about to, according to the kernel; False if the kernel does not say."""
         return _TELLS and self._stat()[:1] in ([], [b"Z"], [b"X"])
 
     def cpu_ticks(self) -> int:
@@ -92,12 +92,12 @@ class ChildProcess:
         return any(_stat_of(f"{self._process.pid}/task/{thread}")[:1] == [b"R"] for thread in threads)
 
     def resident_bytes(self) -> int:
-        """The memory that it has in use, what it shares with others included; 0 where the kernel does not tell."""
+        """The memory that it uses, including shared memory; 0 if the kernel does not say."""
         fields = self._stat()
         return int(fields[21]) * _PAGE if fields else 0
 
     def show_stacks(self) -> None:
-        """Has it write its threads' stacks to standard error (``core/child.py``)."""
+        """Makes it write its threads' stacks to standard error (``core/child.py``)."""
         self._process.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
@@ -114,7 +114,7 @@ class ChildProcess:
 
 
 def _stat_of(task: str) -> list[bytes]:
-    """What the kernel tells of a process or thread, from its state on; empty if it tells nothing, or there is none."""
+    """The kernel's statistics of a process or thread, from its state on; empty if there are none."""
     try:
         stat = Path(f"/proc/{task}/stat").read_bytes()
     except OSError:
@@ -123,25 +123,25 @@ def _stat_of(task: str) -> list[bytes]:
 
 
 def exit_reason(folder: Path, rank: int) -> Path:
-    """The file in which a process leaves what it ends with."""
+    """The file in which a process leaves the reason for its end."""
     return folder / f"last-words-{rank}"
 
 
 LOST_AFTER, LOST_AT_START_AFTER = 1.5, 30.0
-"""Seconds without a sign of life after which a rank of several is lost: the others wait for it and can do nothing else. While it
-loads its model, a slow disk may keep it still for longer."""
+"""Seconds without a heartbeat after which one of several ranks is lost, because the others only wait for it. While a rank loads
+its model, a slow disk may stop it for longer."""
 DOUBTFUL = 0.3
 """Seconds without a heartbeat after which the kernel is asked what the process does; that takes a millisecond."""
 
 
 class RankTask(msgspec.Struct, frozen=True):
-    """What a process that runs the model reads from its standard input: it may hold secrets.
+    """The standard input of a process that runs the model; it may hold secrets.
 
     Attributes:
         config_class: ``module:class`` of the configuration.
         config: The worker's configuration, as JSON.
         runner: ``module:function`` that makes its runner.
-        key: What ranks of other hosts say first when they connect to rank 0; empty: there are none.
+        key: The key that ranks of other hosts send first when they connect to rank 0; empty: there are no such ranks.
     """
 
     config_class: str
@@ -152,7 +152,7 @@ class RankTask(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RankCommand:
-    """How a process that runs the model or a part of it is started.
+    """The command line and input that start a process for the model or a part of it.
 
     Attributes:
         arguments: Python's, which other users of the machine can see.
@@ -192,7 +192,7 @@ class Rank:
 
     Attributes:
         name: For logs and errors.
-        progress: For how long it has been at its current step.
+        progress: How long it has been at its current step.
         number: The argument.
     """
 
@@ -229,9 +229,9 @@ class Rank:
         return self._words.is_file()
 
     def signs_of_life(self) -> tuple[int, int]:
-        """The heartbeat and the CPU time in kernel ticks: either has changed if the process has run since the last call.
+        """The heartbeat and the CPU time in kernel ticks. One of them has changed if the process has run since the last call.
 
-        CPU time is needed beside the heartbeat, which cannot beat while something computes with the interpreter's lock held.
+        CPU time is needed too, because the heartbeat stops while code computes with the interpreter's lock held.
         """
         return self.progress.heartbeat(), self.process.cpu_ticks()
 
@@ -244,10 +244,8 @@ class Rank:
 
 
 class RankSilence:
-    """Seconds since a rank last gave a sign of life.
-
-    One whose threads wait for a CPU is not silent, but on a busy machine. Of one that is stopped the time counts, too, in which
-    this process could not look.
+    """Seconds since a rank's last heartbeat. A rank whose threads wait for a CPU does not count as silent, because the machine
+    is busy. For a stopped rank, time in which this process could not look counts too.
 
     Args:
         rank: The rank.
@@ -255,7 +253,7 @@ class RankSilence:
 
     Attributes:
         rank: The argument.
-        seconds: Seconds without a sign of life, by the last :meth:`check`.
+        seconds: Seconds without a heartbeat, at the last :meth:`check`.
     """
 
     def __init__(self, rank: Rank, interval: float) -> None:
@@ -285,16 +283,16 @@ class RankSilence:
         self._heard = time.monotonic()
 
 
-# Which rank of a group hangs: the others wait for it, it waits for nobody, and it comes no further.
+# Which rank of a group hangs: the others wait for it, it waits for no rank, and it makes no progress.
 
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _LEAST_SECONDS = 1.5
-"""Seconds that a rank may always take, whatever the others took."""
+"""Seconds that a rank may always take, even if the others were faster."""
 _LEAST_DEVICE_SECONDS = 30.0
 """Seconds that devices may always take for a step which all ranks have launched."""
 _MARGIN = 4.0
-"""How many times as long as the others a rank may take for the same."""
+"""A rank may take this many times as long as the others for the same work."""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
@@ -303,7 +301,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         rank: Its number.
         shown: What it shows of itself.
-        seconds: Seconds for which it has come no further, less those in which it waited for a CPU or a disk.
+        seconds: Seconds without progress, minus those in which it waited for a CPU or a disk.
     """
 
     rank: int
@@ -338,7 +336,7 @@ class RankProgress:
         else:
             state = process.state()
             if state == "S" and self._seconds >= DOUBTFUL and process.wants_cpu:
-                state = "R"  # the main thread waits for one that would compute
+                state = "R"  # the main thread waits for another thread that wants to compute
             counts = {"R": min(used, passed), "S": passed}.get(state, 0.0)
             self._seconds += min(counts, self._most_a_check)
         return Progress(self._rank.number, shown, self._seconds)
@@ -347,9 +345,9 @@ class RankProgress:
 def hung(progress_of_ranks: Sequence[Progress], stage: int, patience: float) -> Progress | None:
     """The rank that hangs, if one does.
 
-    Ranks of a stage compute the same: one hangs that is behind the others by far more than they took, however long a step
-    takes. Ranks of different stages compute different things: there a rank is compared with what it took itself for other
-    steps. So it is where devices compute: there a rank hangs that is still launching a step which another has launched.
+    Ranks of a stage compute the same work: a rank hangs if it takes far longer than the others took, however long a step is.
+    Ranks of different stages compute different work: such a rank is compared with its own earlier steps. The same holds for
+        asynchronous devices: there a rank hangs if it still launches a step that another rank has launched.
 
     Args:
         progress_of_ranks: Of all ranks.
@@ -371,8 +369,8 @@ def hung(progress_of_ranks: Sequence[Progress], stage: int, patience: float) -> 
 
 
 def stuck(progress_of_ranks: Sequence[Progress], patience: float) -> float | None:
-    """Seconds for which no device has come further, where one is waited for that has had all ranks' work for far too long; None:
-    there is no such. Which of them is at fault the hosts cannot tell.
+    """Seconds without progress on any device, if a device that all ranks have given work is far too late; None: no device is.
+    The hosts cannot tell which device is at fault.
 
     Args:
         progress_of_ranks: Of all ranks.
@@ -387,16 +385,17 @@ def stuck(progress_of_ranks: Sequence[Progress], patience: float) -> float | Non
 
 
 def _launches_still(rank: Shown, other: Shown) -> bool:
-    """Whether it has not yet launched a step that another has launched, which does not compute itself."""
+    """Whether the rank has not yet launched a step that another rank, which is not computing itself, has launched."""
     return rank.launched < other.launched and rank.waits_for in (0, AT_REST) and other.waits_for != 0
 
 
 def _is_waited_for(rank: Progress, waiting: Progress, *, alike: bool) -> bool:
-    """Whether another rank waits for it while it waits for nobody, or only for what the waiting ranks have done long ago."""
+    """Whether another rank waits for it while it waits for no rank, or only for work that the waiting ranks have done long
+    ago."""
     wanted = waiting.shown.waits_for
     if wanted in (0, AT_REST) or not wanted >> rank.rank & 1:
         return False
     if rank.shown.waits_for in (0, AT_REST):
-        # The leader at rest carries out what operators ask for, which may take long.
+        # Between steps the leader runs operators' commands, which may take long.
         return rank.rank > 0 or rank.shown.waits_for == 0
     return alike and rank.shown.entered < waiting.shown.entered

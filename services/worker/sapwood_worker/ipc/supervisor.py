@@ -52,7 +52,7 @@ MODEL_RUNNER = "sapwood_worker.model.runner.factory:make_runner"
 
 _LAST_WORDS_SECONDS = 1.0
 _NEWS_SECONDS = 3.0
-"""Seconds for which another host is waited for to say why a rank here has lost one there; it takes 0.2 s."""
+"""Seconds to wait for another host to report why a rank here has lost a rank there; it takes 0.2 s."""
 _EXIT_SECONDS = 10.0
 _STACKS_SECONDS = 0.1
 """Seconds in which a process writes its threads' stacks."""
@@ -66,7 +66,7 @@ class SchedulerProcess:
     Args:
         config: The worker's configuration, handed on as it is.
         runner: ``module:function`` that makes the runner there from the configuration.
-        nodes: The other hosts that ranks are on; None: there are none.
+        nodes: The other hosts with ranks; None: there are none.
 
     Attributes:
         size: Ranks on all hosts.
@@ -95,12 +95,12 @@ class SchedulerProcess:
 
     @property
     def progress_elsewhere(self) -> list[Progress]:
-        """How far the ranks on other hosts have come."""
+        """The progress of the ranks on other hosts."""
         return [] if self._nodes is None else [each for node in self._nodes.progress_of_ranks.values() for each in node]
 
     @property
     def alike(self) -> int:
-        """How many ranks, next to each other, compute the same."""
+        """How many neighbouring ranks compute the same work."""
         return 1 if self._config.data_parallel_attention else self._config.tensor_parallel
 
     def start(self) -> None:
@@ -123,7 +123,7 @@ class SchedulerProcess:
             self._launch()
 
     def _launch(self) -> None:
-        """Starts the process, and those of the other ranks with a socket to it each."""
+        """Starts the scheduler process, and the other ranks' processes, each with a socket to it."""
         leader, *followers = self.ranks
         where = f"file://{self._folder.path}/rendezvous"
         meeting: Meeting | None = None
@@ -193,7 +193,7 @@ class SchedulerProcess:
         try:
             await asyncio.wait({exited, reader}, return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
-                await reader  # it ends only by an error of ours
+                await reader  # it ends only through a bug in Sapwood
         finally:
             reader.cancel()
             exited.cancel()
@@ -207,11 +207,11 @@ class SchedulerProcess:
 
     @property
     def waits_for_a_node(self) -> bool:
-        """Whether it has ended because another host is gone, which may come again."""
+        """Whether it has ended because another host is gone; that host may return."""
         return self._nodes is not None and self._nodes.one_left
 
     def kill(self, reason: str = "", rank: int | None = None) -> None:
-        """Ends the processes at once, whatever they do; :meth:`run` returns, with the reason and the rank if they are given."""
+        """Kills the processes at once; :meth:`run` then returns, with the reason and the rank if they are given."""
         self._reason = self._reason or reason
         self._lost = rank if self._lost is None else self._lost
         if self._nodes is not None:
@@ -221,7 +221,8 @@ class SchedulerProcess:
                 each.process.kill()
 
     async def end_hung(self, rank: int, seconds: float) -> None:
-        """Ends the processes since a rank has come no further for so long; if it is on this host, its log says where it hangs."""
+        """Ends the processes because a rank made no progress for ``seconds``; if it is on this host, its log says where it
+        hangs."""
         here = next((each for each in self.ranks if each.number == rank), None)
         if here is not None and here.running:
             logger.error("%s hangs: its threads' stacks follow", here.name)
@@ -241,7 +242,7 @@ class SchedulerProcess:
                 await asyncio.wait_for(leader.process.wait(), _EXIT_SECONDS)
             except TimeoutError:
                 logger.warning("the scheduler process does not exit: killing it")
-        self.kill()  # followers hold nothing that they would have to put away
+        self.kill()  # followers hold nothing that needs an orderly end
         for rank in self.ranks:
             if rank.running:
                 await rank.process.wait()
@@ -264,7 +265,7 @@ class SchedulerProcess:
             ended = [rank for each, rank in waits.items() if each.done()]
             first = min(ended, key=lambda rank: (not rank.was_killed, not rank.has_spoken, rank.number), default=None)
             knows = first is not None and (first.was_killed or first.has_spoken)
-            if elsewhere is not None and not knows:  # it has only lost another, whose end its host tells
+            if elsewhere is not None and not knows:  # it has only lost another rank; that rank's host reports the end
                 await asyncio.wait({elsewhere}, timeout=_NEWS_SECONDS)
         finally:
             for wait in waits:
@@ -290,9 +291,9 @@ class SchedulerProcess:
 
 _POLL_SECONDS = 0.1
 _LEAST_FROZEN = 0.5
-"""Seconds without a sign of life below which none are reported: the heartbeat also comes late when CPU is short."""
+"""A silence shorter than this many seconds is not reported, because the heartbeat is also late when CPU is short."""
 _MOST_PATIENCE = 16.0
-"""How many times as long as at first a rank may hang in the end, where ranks that hung have been ended before."""
+"""After repeated ends of hung ranks, the time limit for a hang grows up to this multiple."""
 
 
 class Supervisor:

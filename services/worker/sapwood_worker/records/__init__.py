@@ -1,1 +1,1 @@
-"""Plain records that the rooms hand one another: steps, outputs, loads, events. Knows no room and no torch."""
+"""Plain records that the worker's packages exchange: steps, outputs, loads, events. Imports no other package and no torch."""

@@ -11,12 +11,12 @@ class ExpertPlaces(msgspec.Struct, frozen=True, array_like=True):
     """Which ranks have which experts.
 
     Attributes:
-        ranks: That have whole experts.
+        ranks: How many ranks have whole experts.
         balance: The tokens that a layer's ranks have got on average lately, divided by those of its busiest; the mean over the
             layers. 1: all have the same. 0: there were no tokens yet.
         moves: Experts that were copied from rank to rank since the start.
-        exchanged_bytes: Bytes of tokens' vectors and of their experts' sums that ranks have given each other since the start.
-        slots: For each layer the expert in each slot, rank after rank, equally many for each; -1: none.
+        exchanged_bytes: Bytes of tokens' vectors and of expert sums that ranks have sent each other since the start.
+        slots: For each layer, the expert in each slot, rank after rank, with the same number of slots on each rank; -1: none.
     """
 
     ranks: int
@@ -27,7 +27,7 @@ class ExpertPlaces(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What a model's experts have got since the start.
+    """How many tokens a model's experts have got since the start.
 
     Attributes:
         tokens: For each expert the tokens that have gone to it, summed over the layers; empty: the model has no experts.
@@ -42,14 +42,14 @@ class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 def expert_load(layers: Sequence[Sequence[int]]) -> ExpertLoad:
-    """What the experts of each layer have got, together."""
+    """The load of the experts, summed over the layers."""
     used = [layer for layer in layers if any(layer)]
     balances = [sum(layer) / len(layer) / max(layer) for layer in used]
     return ExpertLoad(tuple(map(sum, zip(*layers, strict=True))), sum(balances) / max(len(balances), 1))
 
 
 class ExpertMove(msgspec.Struct, frozen=True, array_like=True):
-    """What one slot gets. All moves of a step happen at once: each slot gets what was in its source before.
+    """The move of an expert into one slot. All moves of a step happen at once: each slot gets the old expert of its source.
 
     The slots of a layer are those of rank 0, then those of rank 1, and so on, equally many on each.
 
@@ -78,7 +78,7 @@ def home_slots(experts: int, ranks: int, redundant: int) -> list[int]:
 
 
 def moved(slots: list[int], moves: list[ExpertMove]) -> list[int]:
-    """What is in a layer's slots after its moves."""
+    """The experts in a layer's slots after its moves."""
     after = list(slots)
     for move in moves:
         after[move.slot] = slots[move.source] if move.source >= 0 else -1

@@ -11,16 +11,17 @@ import numpy.typing as npt
 
 
 class GrammarState(Protocol):
-    """Where one request's output stands in its grammar. It stays with the request while that waits or is retracted."""
+    """The position of one request's output in its grammar. The state stays with the request while the request waits or is
+    retracted."""
 
     @property
     def finished(self) -> bool:
-        """Whether nothing may follow, or an end token has come: the request is over."""
+        """Whether the request is over: no token may follow, or an end token has come."""
         ...
 
     @property
     def error(self) -> str:
-        """Why the grammar cannot go on; empty while it can. Once set it stays."""
+        """Why the grammar has failed; empty if it has not. Once set it stays."""
         ...
 
     def accept(self, token_id: int) -> bool:
@@ -30,8 +31,8 @@ class GrammarState(Protocol):
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         """Writes which tokens may come next into ``mask``: int32 [W], bit ``i % 32`` of word ``i // 32`` for token ``i``.
 
-        Where the grammar is complete or ``error`` is set (this call may set it), only end tokens are. May run in any thread,
-        but not beside another call on this state.
+        If the grammar is complete or ``error`` is set (this call may set it), only end tokens may come. May run in any thread,
+        but not at the same time as another call on this state.
         """
         ...
 
@@ -62,7 +63,7 @@ class MaskFiller(Protocol):
 
         Args:
             states: The states.
-            drafts: Tokens that each state would accept: it gets a row after each of them too, and is then as before.
+            drafts: Draft tokens that each state would accept: the state gets a row after each of them too, and is then restored.
                 Empty: none has any.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Leave to read the pages of a prompt from the worker that has computed them, as it travels from one worker to another."""
+"""The ticket of a KV transfer: permission to read a prompt's pages from the worker that has computed them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
-    """What ``HandoffTicket`` of ``worker.proto`` says.
+    """The content of a ``HandoffTicket`` of ``worker.proto``.
 
     Attributes:
-        transfer_id: 16 random bytes, which the reader has to know.
+        transfer_id: 16 random bytes; a reader must present them.
         source: ``host:port`` at which the pages are read.
         epoch: The epoch of the process that keeps them.
-        fingerprint: Equal only where pages hold the same: model, dtype, layout and page size.
+        fingerprint: Equal only if pages have the same content: model, dtype, layout and page size.
         page_hashes: The hashes of the prompt's first pages, in order.
         places: The page id of each in the source's host pool, and the epoch of that page.
         lease_ms: For how long they are kept unless the lease is renewed.
-        first_page: Of the prompt's pages, the first that this names.
+        first_page: The index of the first page of the prompt that this ticket names.
     """
 
     transfer_id: bytes
@@ -35,7 +35,7 @@ class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
     first_page: int = 0
 
     def joined(self, later: HandoffTicket) -> HandoffTicket:
-        """This announcement and the next one as one; ``later`` alone if it is of another transfer."""
+        """Joins this announcement and the next one; returns only ``later`` if it is of another transfer."""
         if (later.transfer_id, later.first_page) != (self.transfer_id, self.first_page + len(self.places)):
             return later
         return msgspec.structs.replace(
@@ -44,10 +44,10 @@ class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Handoff(NamedTuple):
-    """What a request has to do with other workers.
+    """The part of a request in KV transfers.
 
     Attributes:
-        hands_off: It ends with its first token, and the prompt's pages are kept for another worker.
+        hands_off: Whether the request ends with its first token, and the prompt's pages are kept for another worker.
         ticket: For pages of its prompt that another worker keeps; None: there is none.
     """
 

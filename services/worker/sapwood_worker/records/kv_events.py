@@ -1,8 +1,8 @@
-"""What the prefix cache tells the world: which blocks (pages) came and went, so that a subscriber can hold the same tree.
+"""The events of the prefix cache: which blocks (pages) were stored and removed, so that a subscriber can build the same tree.
 
 The events are those that vLLM and SGLang publish. A block is named by the chained hash of
 ``sapwood_common.contract.page_hash``; its parent's hash makes the tree. A stored block's parent is stored on the same medium; a
-block is removed with or after its children. Telling costs O(pages that change), whatever is cached.
+block is removed with or after its children. Events cost O(changed pages), however many pages are cached.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEDIA: tuple[Medium, ...] = ("GPU", "CPU_TIER1", "CPU_TIER2")
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
-    """A run of blocks, each the next one's parent, is cached.
+    """A run of blocks was cached; each block is the parent of the next.
 
     Attributes:
         hashes: Their hashes, 16 bytes each, the first block's first.
@@ -38,7 +38,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved"):
-    """A run of blocks is not cached any more; ``hashes`` are 16 bytes each."""
+    """A run of blocks is no longer cached; ``hashes`` are 16 bytes each."""
 
     hashes: bytes
     medium: Medium = "GPU"

@@ -1,6 +1,6 @@
-"""What a token leaves in the KV cache: which layers keep what, in which shape and for how long.
+"""The layout of the KV cache: what each layer keeps of a token, in which shape and for how long.
 
-Pools on device and host, copies, stores, page counts and memory plans know a model's cache by its layout alone. Some layouts:
+Pools on device and host, copies, stores, page counts and memory plans depend only on this layout. Some layouts:
 
 | | parts | heads | dim | sharding | needed |
 |---|---|---|---|---|---|
@@ -34,9 +34,9 @@ class KVComponent:
         heads: Heads of a layer.
         dim: Numbers in a vector.
         dtype: The numbers' dtype, by torch's name.
-        sharding: Whether the ranks of a tensor-parallel group keep a range of the heads each, or all of them all.
-        needed: For how long: ``all`` while the request lasts; a number, by the query of that token and as many after it as
-            make the number full (a window); ``state``: a page keeps one vector a head, and only the last page is needed.
+        sharding: Whether each rank of a tensor-parallel group keeps a range of the heads, or all heads.
+        needed: How long a token is kept. ``all``: as long as the request. A number: the size of a sliding window. ``state``: a
+            page keeps one vector for each head, and only the last page is needed.
     """
 
     layers: tuple[int, ...]
@@ -49,10 +49,10 @@ class KVComponent:
 
 
 class WindowGroup(msgspec.Struct, frozen=True, array_like=True):
-    """The pages of components that are needed for a while only.
+    """The pages of components that are needed only for a while, such as a sliding window.
 
     Attributes:
-        reach: Tokens before a query that it sees.
+        reach: How many tokens before it a query sees.
         num_pages: Their pages.
     """
 
@@ -64,7 +64,8 @@ class WindowGroup(msgspec.Struct, frozen=True, array_like=True):
         return -(-self.reach // page_size)
 
     def least(self, page_size: int) -> int:
-        """Pages with which one request can run: its window, the page being written, and two that it is late to leave."""
+        """The least pages with which one request can run: its window, the page being written, and two pages that are freed
+        late."""
         return self.tail(page_size) + 4
 
 
@@ -75,8 +76,8 @@ class KVLayout:
     Attributes:
         components: What is kept; no layer is in two of them.
         page_size: Tokens in a page.
-        order: Order of a page's dimensions: HND has a head's tokens side by side, so that a range of heads is one piece; NHD a
-            token's heads.
+        order: The order of a page's dimensions: HND puts a head's tokens side by side, so that a range of heads is contiguous;
+            NHD puts a token's heads side by side.
 
     Raises:
         ValueError: The components contradict each other or themselves.
@@ -119,7 +120,7 @@ class KVLayout:
 
     @property
     def groups(self) -> tuple[Needed, ...]:
-        """How long the pages of each page table are needed: components that are needed equally long share one.
+        """How long the pages of each page table are needed. Components that are needed equally long share a table.
 
         The first is that of the components needed longest, and keeps its pages for all of a request.
         """
@@ -131,7 +132,7 @@ class KVLayout:
         return self.groups.index(component.needed)
 
     def reach(self, group: int) -> int:
-        """Tokens before a query that it sees of a group, other than the first."""
+        """How many tokens before it a query sees in a group other than the first."""
         needed = self.groups[group]
         return self.page_size if needed == "state" else _tokens(needed) - 1
 
@@ -161,7 +162,7 @@ class KVLayout:
         return found
 
     def kept_whole(self) -> KVLayout:
-        """The layout with every token kept for as long as its request, so that all pages are in one table."""
+        """The same layout, but every token is kept as long as its request, so that all pages are in one table."""
         return replace(self, components=tuple(replace(each, needed="all") for each in self.components))
 
     def shard(self, ranks: int) -> KVLayout:

@@ -14,7 +14,7 @@ class RankLoad(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         requests: Requests that it has got so far.
         running: Those that run now.
-        step_tokens: What a step of theirs takes, as many tokens as could be computed meanwhile.
+        step_tokens: The time of one of its steps, expressed as the number of tokens that could be computed in that time.
     """
 
     requests: int
@@ -47,26 +47,27 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         accepted_tokens: How many of these the model chose too.
         host_num_pages: Pages of the second tier; 0: there is none.
         store_read_bytes: Bytes read from the third tier that passed their check.
-        store_written_bytes: Bytes written to it, or found there already.
+        store_written_bytes: Bytes written to the store, or found there already.
         store_failures: Calls to it that failed or took too long.
-        store_rejected_pages: Pages read from it that were not what they should have been.
+        store_rejected_pages: Pages read from the store that failed their check.
         store_dropped_pages: Pages that were not written to it.
-        store_timeouts: Requests that stopped waiting for it before all was there.
-        handoff_tickets: Prompts handed off to other workers.
+        store_timeouts: Requests that stopped waiting for the store before all their pages were there.
+        handoff_tickets: Prompts offered to other workers in KV transfers.
         handoff_renewals: How many leases of KV transfers were renewed.
         handoff_expired: Leases that ended because nobody renewed them.
         handoff_pages: Pages of the second tier that leases pin now.
-        pulled_pages: Pages pulled from workers that had handed them off.
+        pulled_pages: Pages read from other workers in KV transfers.
         pulled_bytes: Their content, in bytes.
-        pulled_early_bytes: Of these, what had come while the other worker still computed the rest of the prompt.
-        pulled_part_bytes: Bytes that had come of pages whose last layers the other worker was computing.
+        pulled_early_bytes: How many of these bytes arrived while the other worker still computed the rest of the prompt.
+        pulled_part_bytes: Bytes of pages that arrived while the other worker still computed the pages' last layers.
         pull_failures: Reads that failed.
         pull_stale_pages: Pages that the source no longer had, or that failed their check.
         pull_fallbacks: Requests that had to compute pages for which they had a ticket.
-        storage_id: Names the third tier's store for all who share it; empty: there is none, or nothing is read from it.
-        drafts: Drafts of requests' next tokens that were checked, whatever their length.
+        storage_id: The name of the third tier's store, equal for all workers that share it; empty: there is none, or nothing is
+            read from it.
+        drafts: How many drafts of requests' next tokens were checked, of any length.
         drafter: What makes them; empty: nothing does.
-        ranks: Those of the ranks that have requests of their own; empty: all have all.
+        ranks: The loads of the ranks, with data-parallel attention; empty: all ranks run all requests.
     """
 
     running_requests: int = 0
@@ -113,7 +114,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def sum_loads(loads: Sequence[Load], ranks: tuple[RankLoad, ...]) -> Load:
-    """The load of all ranks together, given each one's; names are the first rank's."""
+    """The load of all ranks together, from the load of each; names come from the first rank."""
     first = msgspec.structs.asdict(loads[0])
     sums = {name: sum(getattr(load, name) for load in loads) for name, value in first.items() if isinstance(value, int)}
     return msgspec.structs.replace(loads[0], **sums, ranks=ranks)
@@ -129,7 +130,7 @@ class LoadTime(msgspec.Struct, frozen=True, array_like=True):
         serial: The request.
         tier: ``storage``: read from the store while the request queued; ``host``: copied to the device with its first step.
         pages: How many pages.
-        began: Seconds on ``time.monotonic``'s clock.
+        began: When it began, in seconds of ``time.monotonic``.
         ended: Seconds on the same clock.
     """
 
@@ -147,10 +148,10 @@ class StepTime(msgspec.Struct, frozen=True, array_like=True):
         seconds: Seconds from its plan to its tokens.
         prefill_tokens: Prompt tokens computed.
         decode_tokens: Requests that decoded a token.
-        started: Serials of the requests for which it was the first step.
+        started: Serials of the requests whose first step it was.
         at: When it was planned, in seconds on ``time.monotonic``'s clock, which all processes of a machine share.
-        loads: What requests that started with it got from the cache's lower tiers.
-        spared_tokens: Cached tokens that each layer did not read, as another request of the step that has them too did.
+        loads: The pages that requests starting with this step got from the cache's lower tiers.
+        spared_tokens: Cached tokens that each layer did not read again, because another request of the step shares them.
     """
 
     seconds: float
@@ -169,20 +170,20 @@ TierName = Literal["device", "host", "storage"]
 
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One tier. What is counted is counted since the worker's start.
+    """One tier. All counts begin at the worker's start.
 
     Attributes:
         tier: The tier's name.
         pages: Pages that hold something.
         capacity: Pages there are; 0 for a store, which says neither.
-        hit_tokens: Tokens that requests found there, in no tier above; of a store, tokens read from it.
+        hit_tokens: Tokens that requests found in this tier and in no tier above it; for a store, tokens read from it.
         bytes_in: Bytes written to it.
         bytes_out: Bytes read from it.
         seconds_in: Seconds that writing took, summed over copies or calls.
         seconds_out: Seconds that reading took, summed likewise.
         failures: Copies or calls that failed.
         dropped_pages: Pages that should have been written to it, but were not.
-        rejected_pages: Pages that were read from it, but were not what they should have been.
+        rejected_pages: Pages that were read from it, but failed their check.
         url: A store's URL.
         state: A store's state: ``attached``, ``opening``, ``failing`` (left alone for a while), or ``none``.
         error: A store's last error.

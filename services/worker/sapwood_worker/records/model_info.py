@@ -1,4 +1,4 @@
-"""What a loaded model is, as the scheduler and the gRPC front need to know it."""
+"""The facts about a loaded model that the scheduler and the gRPC front need."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import msgspec
 from sapwood_worker.records.kv_layout import WindowGroup
 
 SUM_METHODS = ("backend", "one-shot", "two-shot", "one-shot+norm", "two-shot+norm")
-"""``backend``: that of torch.distributed. ``one-shot``: each rank gets what all others have and sums it. ``two-shot``: each rank
-sums a share of it and gets the others' sums, which is less to move for large tensors. ``+norm``: adds the sum to a residual and
-norms that, all in one.
+"""``backend``: the all-reduce of torch.distributed. ``one-shot``: each rank reads all other ranks' tensors and sums them.
+``two-shot``: each rank sums a share and reads the others' sums, which moves fewer bytes for large tensors. ``+norm``: also adds
+the sum to a residual and norms it, in one kernel.
 """
 
 APART = "apart"
-"""A sum by another method, then the residual and the norm apart from it: what ``+norm`` is compared with."""
+"""A sum by another method with a separate addition and norm, as the comparison for ``+norm``."""
 
 OVERLAPPED = "overlapped"
-"""Not a method: counts sums, by any method, that ran while the next piece of a product was computed."""
+"""Not a method: the count of sums, by any method, that ran while the next chunk of a product was computed."""
 
 SUM_SIZES = tuple(1 << bits for bits in range(12, 23, 2))
 """Bytes of the tensors that are timed: 4 KiB to 4 MiB."""
 
 
 class Labels(msgspec.Struct, frozen=True):
-    """What the head of a model that classifies tells.
+    """The labels of a classification model's head.
 
     Attributes:
         names: The labels' names, in the order of the head's logits.
-        activation: What makes scores of the logits, as the model's files say; ``none``: they are scores.
+        activation: The function that turns logits into scores, from the model's files; ``none``: logits are scores.
     """
 
     names: tuple[str, ...]
@@ -37,7 +37,7 @@ class Labels(msgspec.Struct, frozen=True):
 
 
 class SumTime(msgspec.Struct, frozen=True, array_like=True):
-    """What a sum of a tensor over the ranks takes.
+    """The time of a sum of a tensor over the ranks.
 
     Attributes:
         method: By which method.
@@ -51,12 +51,10 @@ class SumTime(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SumChoices(msgspec.Struct, frozen=True):
-    """What sums tensors over the ranks of a layer.
-
-    Attributes:
-        words: The method for each size, for people; empty: there is one rank.
-        times: By which they were chosen; empty: there was no choice.
-        refused: What is not used since its trial failed, as in ``SUM_METHODS`` or ``OVERLAPPED``, and what was wrong.
+    """The all-reduce methods of a layer's ranks. Attributes:
+    words: The method for each size, for people; empty: there is one rank.
+    times: By which they were chosen; empty: there was no choice.
+    refused: The methods (of ``SUM_METHODS``, or ``OVERLAPPED``) that are not used because their trial failed, and the faults.
     """
 
     words: str = ""
@@ -65,7 +63,7 @@ class SumChoices(msgspec.Struct, frozen=True):
 
     @property
     def told(self) -> str:
-        """All of it but the times, for people."""
+        """Everything except the times, as text for people."""
         return "; ".join([self.words, *(f"{name} is not used: {why}" for name, why in self.refused)])
 
 
@@ -81,7 +79,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: The model's own end tokens.
         page_size: Tokens in a page.
         num_pages: Pages in the pool.
-        windows: Where some layers see a window of tokens only, their pages, for each window: a step names pages of each.
+        windows: For each sliding window of some layers, its pages: a step names pages of each window.
         vocabulary_fingerprint: Hash of the tokens that grammars are masked with; empty: no structured output.
         special_tokens: Names of the vocabulary's special tokens, for compiling grammars.
         embedding_size: Numbers in an embedding; 0: it makes none.
@@ -90,33 +88,34 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         embedded_tokens: Inputs to embed are cut to this many tokens; 0: inputs longer than the context are refused.
         shortened: Lengths to which embeddings may be cut; empty: any; None: they may not be cut.
         special_ids: Special tokens; those at an input's end stay when it is cut.
-        labels: What its head tells; it then makes neither tokens nor embeddings. None: it has no such head.
+        labels: The labels of its head; it then makes neither tokens nor embeddings. None: it has no such head.
         generates: Whether it generates tokens.
-        encodes: It sees its prompts whole and caches nothing.
-        prefill_attention: The backend of prompts' attention; empty: the model has none of ours.
+        encodes: Whether it is an encoder, which sees prompts whole and caches nothing.
+        prefill_attention: The attention backend for prompts; empty: the model uses none of the backends.
         decode_attention: The same for one token of each request.
-        attention_reason: Why they were taken.
-        expert_tiles: What the tiles of a GPU's expert products go by: ``model``, ``measured`` at this start, or a ``file`` of an
-            earlier one; empty: there are none.
+        attention_reason: Why these backends were chosen.
+        expert_tiles: How the tiles of a GPU's expert products were chosen: by a cost ``model``, ``measured`` at this start, or
+            from a ``file`` of an earlier start; empty: there are none.
         expert_tile_sizes: Batch sizes whose tiles were measured.
-        expert_exchange: Where ranks have whole experts, the bytes that they give each other for each token that an expert gets:
-            its share of the token's vector to all other ranks and of the sums back, or of a sum by all ranks in shares; else 0.
+        expert_exchange: With whole experts on ranks, the bytes that ranks send each other for each token that an expert gets:
+            the token's vector to other ranks and the sums back, or its part of an all-reduce; else 0.
         tensor_parallel: Ranks that its layers are split over.
         attention_ranks: How many ranks have requests and pages of their own (data-parallel attention); 1: all ranks run all
             requests.
         pipeline_parallel: Stages that its layers are spread over.
-        all_reduce: What sums tensors over the ranks of a layer.
-        micro_batches: Steps that its stages compute at once, of other requests each.
+        all_reduce: The all-reduce methods of a layer's ranks.
+        micro_batches: How many steps its stages compute at once, each of other requests.
         micro_batches_from: The least number of running requests for which micro-batches pay; fewer requests are all in each step.
-        chained: Whether its device computes by itself, so that a step may have tokens which the host does not know yet.
+        chained: Whether its device computes asynchronously, so that a step may have tokens that the host does not know yet.
         logit_processors: Names of those that are installed.
         weights: The formats of its linear layers' weights, joined by ``+``.
         max_running: Most requests that its steps have room for.
         max_step_tokens: Most tokens of a step.
         sizes_reason: Why these sizes were chosen, and how the size of the KV cache follows; empty: nothing was chosen.
         sampling_defaults: Settings of sampling for requests that do not set them.
-        speculate: What drafts tokens, as the setting names it.
-        page_fingerprint: What pages hold besides tokens; equal only where pages can be used by each other. Empty: nobody asks.
+        speculate: The drafter, as the setting names it.
+        page_fingerprint: A hash of everything besides tokens that pages depend on; workers with equal ones can use each other's
+            pages. Empty: not needed.
     """
 
     architecture: str

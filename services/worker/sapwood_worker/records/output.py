@@ -1,4 +1,4 @@
-"""What a step brought a request, as the scheduler tells the front."""
+"""The results of a step for a request, as the scheduler sends them to the front."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sapwood_worker.records.handoff import HandoffTicket
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """How likely the model found a token, and which were the likeliest in its place.
+    """The log probability of a token, and the likeliest tokens at its place.
 
     Attributes:
         logprob: Natural logarithm.
@@ -29,11 +29,11 @@ Pooling = Literal["", "mean", "last", "cls", "labels"]
 
 FinishReason = Literal["stop", "length", "error", "deadline", "handoff"]
 """``stop``: an end token or the end of the grammar. ``length``: max_tokens or the context's end. ``error``: runner or grammar
-failed. ``deadline``: it did not end in time. ``handoff``: it is to go on elsewhere."""
+failed. ``deadline``: it did not end in time. ``handoff``: another worker will continue it."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one step brought one request.
+    """The results of one step for one request.
 
     Attributes:
         serial: The request's serial number.
@@ -42,15 +42,15 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         prompt_tokens: Length of the prompt.
         completion_tokens: Tokens of output so far.
         cached_tokens: Prompt tokens found in the prefix cache.
-        error: What went wrong, if ``finish_reason`` is ``error``.
+        error: The error message, if ``finish_reason`` is ``error``.
         error_field: The request field at fault, if the error is its sender's.
         logprobs: One for each of ``token_ids``, if asked for.
-        prompt_logprobs: On the first output, if asked for: one for each prompt token but the first.
-        index: Which of its generation's continuations it belongs to; the gRPC front sets it.
+        prompt_logprobs: On the first output, if asked for: one for each prompt token except the first.
+        index: The number of the choice that it belongs to; the gRPC front sets it.
         embedding: Native float32, on the output of an embedding request.
         drafted_tokens: Tokens that were drafted for it so far.
         accepted_tokens: How many of these became part of its output.
-        ticket: For its prompt's pages: all if ``finish_reason`` is ``handoff``, else those that are new.
+        ticket: The ticket for its prompt's pages: for all pages if ``finish_reason`` is ``handoff``, else for new pages only.
     """
 
     serial: int

@@ -1,4 +1,4 @@
-"""What a process knows and shows of itself as one of several that run a model together."""
+"""The place of a rank among the ranks of a model, and the progress that it shows to others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import TypeAlias
 
 import msgspec
 
-# What a rank shows of itself while it lives: whether it computes, or waits for which other ranks.
-#
-# A rank that hangs in a computation gives the same signs of life as one that works. But the others wait for it, and it
-# waits for nobody. So each rank writes down before an exchange whom it needs, in memory that its host's front reads.
-# Ranks whose devices compute by themselves exchange nothing on their hosts: such a rank counts the steps that it has
-# launched, and shows when it waits for its device, which needs all the others' devices.
+# The progress that a rank shows: whether it computes, or for which other ranks it waits.
+# A rank that hangs in a computation has the same heartbeat as one that works. But the others wait for it, and it # waits for no
+# rank. So before an exchange each rank writes down which ranks it needs, in memory that its host's front reads.
+# Ranks whose devices compute asynchronously exchange nothing on their hosts: such a rank counts the steps that it has #
+# launched, and shows when it waits for its device, which needs all other ranks' devices.
 
 
 Buffer: TypeAlias = bytearray | memoryview
@@ -33,19 +32,19 @@ DEVICE = 1 << 62
 _UNKNOWN_SECONDS = 30.0
 """How long the first computation of an epoch may take."""
 _MARGIN = 4.0
-"""How many times the longest computation of a step as large another may take."""
+"""A computation may take this many times as long as the longest one of a step of the same size."""
 
 
 class Shown(msgspec.Struct, frozen=True, array_like=True):
     """What a rank shows.
 
     Attributes:
-        moves: A number that changes whenever it comes further.
-        entered: Exchanges that it has entered, which are the same for all ranks of a stage.
+        moves: A number that changes whenever the rank makes progress.
+        entered: How many exchanges it has entered; the exchanges are the same for all ranks of a stage.
         waits_for: A bit for each rank that it waits for; 0: it computes; :data:`DEVICE`; :data:`AT_REST`.
         last: Seconds of its last computation between two waits.
-        allowed: Seconds that its current one may take, by those before.
-        launched: Steps that it has launched on a device which computes by itself; 0: it has none.
+        allowed: Seconds that its current computation may take, judged by earlier ones.
+        launched: How many steps it has launched on a device that computes asynchronously; 0: it has no such device.
     """
 
     moves: int
@@ -57,7 +56,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(memory: Buffer) -> Shown:
-        """What is there now. May be torn while it is written: then ``moves`` is another the next time."""
+        """Reads the present values. They may be inconsistent during a write; then ``moves`` differs at the next read."""
         return Shown(*_LAYOUT.unpack_from(memory))
 
 
@@ -65,7 +64,7 @@ class Waits:
     """Written by a rank's thread that computes steps, and by one that sums for it.
 
     Args:
-        memory: :data:`WAITS_BYTES` bytes; by default nobody sees them.
+        memory: :data:`WAITS_BYTES` bytes; by default a private buffer that no other process reads.
         clock: Seconds, monotonic.
     """
 
@@ -99,22 +98,22 @@ class Waits:
                 self._launched += asynchronous
 
     def exchange(self, ranks: int) -> AbstractContextManager[None]:
-        """While it exchanges something with ranks, a bit for each, as all ranks of its stage do at once."""
+        """Wraps an exchange with ranks, given as a bit for each; all ranks of its stage join it at once."""
         self._entered += 1
         return self.on(ranks)
 
     def count_exchange(self) -> None:
-        """Counts an exchange that its device enters when it comes to it."""
+        """Counts an exchange that its device will enter later."""
         self._entered += 1
 
     @property
     def entered(self) -> int:
-        """Exchanges that it has entered, or launched, since the start."""
+        """How many exchanges it has entered, or launched, since the start."""
         return self._entered
 
     @contextmanager
     def on(self, ranks: int) -> Iterator[None]:
-        """While it waits for what ranks send it, a bit for each."""
+        """Wraps a wait for tensors from ranks, given as a bit for each."""
         before = self._now
         self._change(ranks)
         try:
@@ -139,7 +138,8 @@ class Waits:
         )
 
     def _expected(self) -> float:
-        """Seconds for a computation of this step: by the longest in steps as large or, if there was none, in smaller ones."""
+        """Expected seconds for a computation of this step: from the longest in steps of the same size or, without any, in smaller
+        steps."""
         known = [size for size in self._longest if size <= self._size]
         if not known:
             return _UNKNOWN_SECONDS
@@ -155,12 +155,12 @@ class Place:
 
     Attributes:
         rank: Its number, from 0; rank 0 has the scheduler.
-        size: How many they are.
-        rendezvous: Where they meet: ``file://PATH``, or ``tcp://HOST:PORT``, rank 0's host and a port of this one's that leads
-            there; empty: there is but one.
-        nodes: Hosts that they are on, equally many on each.
-        listener: File descriptor of the socket that listens at the rendezvous, of rank 0; None: it is opened there.
-        waits: Where it shows for whom it waits.
+        size: How many ranks there are.
+        rendezvous: Where ranks meet: ``file://PATH``, or ``tcp://HOST:PORT`` with rank 0's host and a port of this host that
+            leads there; empty: there is only one rank.
+        nodes: How many hosts the ranks are on, with the same number on each.
+        listener: On rank 0, the file descriptor of the socket that listens at the rendezvous; None: rank 0 opens one.
+        waits: Where the rank shows for which ranks it waits.
     """
 
     rank: int = 0

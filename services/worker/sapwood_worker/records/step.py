@@ -1,4 +1,4 @@
-"""What one scheduler step hands to the runner and what comes back: flat arrays and small records, no live objects.
+"""The input and output of one step of the runner: flat arrays and small records, no live objects.
 
 The runner gets a request's facts once, in an :class:`Entry`, when the request gets a row of the page table. From then on a step
 names the row, and which tokens to compute. ``step_wire.py`` writes a step into one buffer and reads it in place.
@@ -34,7 +34,7 @@ class PageCopy:
         number: The batch's number in reports, or ``NOT_REPORTED``.
         device: int32 [n]: page ids of the device pool.
         host: int32 [n]: page ids of the host pool; page ``host[i]`` is the copy of ``device[i]``.
-        windows: The same as ``device`` for each further group of the layout's components; -1: nothing is copied.
+        windows: For each further group of the layout's components, page ids like ``device``; -1: nothing is copied.
     """
 
     number: int
@@ -52,13 +52,13 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class CacheLoad:
-    """What a request that starts with a step gets from the tiers below the device, for metrics and traces.
+    """The pages that a request starting with a step gets from the tiers below the device, for metrics and traces.
 
     Attributes:
         serial: The request.
         pages: Pages that the step loads for it.
-        fetched: Pages that were read from the third tier for it before.
-        began: When that began, in seconds on the storage tier's clock.
+        fetched: How many pages were read from the third tier for it before.
+        began: When that read began, in seconds on the storage tier's clock.
         ended: When the last of them had come, on the same clock.
     """
 
@@ -70,23 +70,23 @@ class CacheLoad:
 
 
 class LatePages(Protocol):
-    """Pages that a step fills. They are chosen when the device has begun to compute the step, so that it need not wait for the
-    choice.
+    """Pages that a step fills. They are chosen after the device has begun to compute the step, so that the device need not wait
+    for the choice.
 
     Attributes:
-        chosen: What was chosen; None: nothing was, yet or for want of room.
+        chosen: The chosen pages; None: not chosen yet, or there was no room.
     """
 
     chosen: PageCopy | None
 
     def take(self) -> PageCopy | None:
-        """Chooses them, with the first call, and returns what was chosen; None: there is no room for any."""
+        """Chooses the pages at the first call, and returns them; None: there is no room for any."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What a step copies: before it computes first the stores, then the loads; what it computes itself meanwhile.
+    """The copies of a step: before it computes first the stores, then the loads; while it computes, the pages that it fills.
 
     Stores may continue while the step computes, as long as ``fence`` is not set; a load must be in place where the step reads it.
 
@@ -96,8 +96,8 @@ class Copies:
         fence: Neither load nor computation may begin before every store, this one and earlier ones, is done: pages that
             are being stored are about to be overwritten.
         loads: What each starting request gets by the load.
-        during: Device to host, pages that the step fills: some layers of them as soon as these are computed; None: nothing. The
-            next step waits for it. It fails if the computation does. The step's launcher chooses them.
+        during: Device to host, pages that the step fills, each group of layers as soon as it is computed; None: nothing. The
+            next step waits for this copy. It fails if the computation fails. The step's launcher chooses the pages.
     """
 
     store: PageCopy | None = None
@@ -134,14 +134,14 @@ _NONE: IntArray = np.zeros(0, np.int64)
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A request that gets a row of the page table. It is good until the row's next entry.
+    """A request that gets a row of the page table. The entry is valid until the row's next entry.
 
     Attributes:
         row: The row.
         serial: The request's.
         sampling: How to sample its tokens.
-        output_start: How many of its tokens, of which output of an earlier try may be the last, come before its output.
-        tokens: Native uint32: prompt and output so far; empty where neither sampling nor ``prompt_logprobs`` looks at them.
+        output_start: How many of its tokens come before its output; the last of them may be output of an earlier attempt.
+        tokens: Native uint32: prompt and output so far; empty if neither sampling nor ``prompt_logprobs`` needs them.
         prompt_length: Tokens of the prompt that ``prompt_logprobs`` is about.
         prompt_logprobs: Whether log probabilities of the prompt's tokens are wanted, and how many alternatives.
         pooling: How its hidden states are to be pooled; empty: it generates.
@@ -166,7 +166,7 @@ class LateMasks(Protocol):
 
 
 LATE = -3
-"""Token i of those that the device has drafted is ``LATE - i`` in a step until the host knows it."""
+"""In a step, ``LATE - i`` stands for the device's i-th draft token until the host knows it."""
 
 
 class LateTokens(Protocol):
@@ -182,7 +182,7 @@ class LateTokens(Protocol):
 
 
 def settled(token_ids: IntArray, late: LateTokens) -> IntArray:
-    """The token ids, with the tokens in place of what stands for them. Waits for them."""
+    """The token ids, with late tokens in place of their placeholders. Waits for the tokens."""
     return np.where(token_ids > LATE, token_ids, late.wait()[np.maximum(LATE - token_ids, 0)])
 
 
@@ -190,29 +190,29 @@ def settled(token_ids: IntArray, late: LateTokens) -> IntArray:
 class Step:
     """One step's batch: P parts, each the next tokens of one request, prefill and decodes mixed in any order.
 
-    A part whose last tokens are a draft samples after several of them, to see which of the draft the model would have chosen.
+    A part whose last tokens are a draft samples after several of them, to see which draft tokens the model would have chosen.
 
     Attributes:
         number: Counts up from 0.
         rows: int64 [P]: each part's row of the page table, at most once in a step.
         starts: int64 [P]: how many tokens of the request have their KV in the cache already.
         counts: int64 [P]: how many tokens to compute, at positions ``starts`` and up; at least one.
-        samples: int64 [P]: after how many of these tokens, the last ones, to sample the token that follows: 0 for all but the
-            last chunk of a prompt. The token at position p is a function of the logits before it, the seed and p.
+        samples: int64 [P]: the number of last tokens after which to sample: 0 for all chunks of a prompt except the last. The
+            token at position p is a function of the logits before it, the seed and p.
         token_ids: int64 [T]: the tokens, part after part; -1 for one that an unfinished step samples, which the host does not
             know yet; ``LATE`` or less for one of ``late``. With the sampled positions of all parts, in order, that makes R.
         pages: int32 [P, W]: page ids of each part's request in order; entry i holds positions ``i * page_size`` ..
             ``(i + 1) * page_size - 1``. Entries beyond the last page that the part needs are undefined. A model with windows
             (:class:`~sapwood_worker.records.model_info.ModelInfo`) has a table for each of them too, side by side, equally wide.
-        entries: The requests that have got a row since the last step.
+        entries: The requests that got a row since the last step.
         masked: int64 [G]: which of the R sampled positions have a grammar.
-        masks: What these may be; None if ``masked`` is empty.
+        masks: The tokens allowed there; None if ``masked`` is empty.
         copies: Pages to copy before the step is computed; None: none, and no report is expected. A step may have copies only.
         moves: Experts that move between ranks before the step is computed.
-        rank_tokens: int64: where each rank has requests of its own, how many tokens each of them computes in this step, of which
-            this is one rank's part; empty: all ranks compute the same, or there is but one.
-        decodes: Whether ``rank_tokens`` are of decodes only, one token each.
-        parts: What each rank computes, of a step of ranks with requests of their own, which has but number, moves and parts.
+        rank_tokens: int64: with data-parallel attention, how many tokens each rank computes in this step; this is one rank's
+            part of the step. Empty: all ranks compute the same, or there is only one.
+        decodes: Whether ``rank_tokens`` counts only decodes, one token each.
+        parts: With data-parallel attention, each rank's part; such a step has only number, moves and parts.
         late: Drafted tokens that the host does not know yet; None: there are none.
     """
 
@@ -234,7 +234,7 @@ class Step:
     late: LateTokens | None = None
 
     def settle(self) -> None:
-        """Waits for late tokens and takes them in, for what has to know them."""
+        """Waits for late tokens and fills them in, for code that must know them."""
         if self.late is not None:
             self.token_ids, self.late = settled(self.token_ids, self.late), None
 
@@ -263,13 +263,13 @@ class ModelOutput:
 
     Attributes:
         step: The step it answers.
-        token_ids: For each part the tokens that it sampled, up to the first that differs from the drafted one: what one step
-            after another would have sampled. The last is -1 if the model's logits were not finite numbers there.
-        copied: Stores that have ended since the last report, whatever step they went with.
-        logprobs: The log probabilities of ``token_ids`` (of -1 none), by the part's index, where they were asked for.
-        failures: Why a part's token is -1, by its index, where a logit processor failed.
+        token_ids: For each part, the tokens that it sampled, up to the first that differs from the draft: the same tokens as
+            separate steps would sample. The last is -1 if the model's logits were not finite numbers there.
+        copied: Stores that have ended since the last report, of any step.
+        logprobs: The log probabilities of ``token_ids`` (none for -1), by the part's index, if they were asked for.
+        failures: By a part's index, the error of a logit processor that made its token -1.
         spared_tokens: Cached tokens that each layer did not read, as another request of the step that has them too did.
-        seen: A digest of what all ranks get to compute alike, where each has requests of its own; 0: there was nothing.
+        seen: With data-parallel attention, a digest of the rows that all ranks compute together; 0: there were none.
         parts: The answers to the step's parts, of a step that has parts.
         prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index.
         pooled: For each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
@@ -292,11 +292,11 @@ class LaunchedStep(Protocol):
     """A step that is being computed."""
 
     def result(self) -> ModelOutput:
-        """Waits for the step and returns its answer; to be called once. Raises what the step failed with."""
+        """Waits for the step and returns its output; call it once. Raises the step's error."""
         ...
 
     def check(self) -> None:
-        """Raises what a device that computes the step is known to have failed with by now; does not wait."""
+        """Raises the device's error, if the step is already known to have failed; does not wait."""
         ...
 
 
@@ -315,7 +315,7 @@ class ReadyMasks:
 
 
 class CompletedStep:
-    """A :class:`LaunchedStep` that was over at once.
+    """A :class:`LaunchedStep` that is complete from the start.
 
     Args:
         answer: The step's answer.
@@ -362,11 +362,11 @@ class DeferredStep:
 
 
 class RankLostError(Exception):
-    """A rank of those that run the model together has failed or computes something else than the others: none can go on."""
+    """A rank has failed or computes something else than the others, so that no rank can continue."""
 
 
 class RankGoneError(RankLostError):
-    """A rank has ended, which knows why itself."""
+    """A rank has ended; that rank has reported the reason itself."""
 
 
 class Runner(Protocol):

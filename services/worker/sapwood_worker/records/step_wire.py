@@ -1,8 +1,8 @@
 """A step in wire form: written into one buffer, and read in place by a runner in another process.
 
 The buffer holds a header of int64 numbers, the step's arrays, and its records in msgpack. Each array lies at a multiple of 8
-bytes. Grammar masks are filled while the model computes, and go by themselves (:func:`encode_masks`). All numbers are native, as
-writer and reader share a machine.
+bytes. Grammar masks are filled while the model computes, and are sent separately (:func:`encode_masks`). All numbers are native,
+as writer and reader share a machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _decoder: msgspec.msgpack.Decoder[_Records] = msgspec.msgpack.Decoder(_Records, 
 
 
 def encode(step: Step) -> bytearray:
-    """The step, but for its masks; a part of one that has parts."""
+    """The step without its masks; of a step with parts, one part."""
     assert not step.parts and step.late is None, "each rank gets its own, and all tokens"
     held = step.entries, step.copies, step.moves
     records = _encoder.encode(held) if step.entries or step.copies is not None or step.moves else b""
@@ -57,7 +57,7 @@ def encode(step: Step) -> bytearray:
 
 
 def read(buffer: bytearray, masks: LateMasks | None = None) -> Step:
-    """The step that :func:`encode` has written. Its arrays lie in the buffer: it is good until that changes.
+    """The step that :func:`encode` has written. Its arrays lie in the buffer, so it is valid until the buffer changes.
 
     Args:
         buffer: The buffer.

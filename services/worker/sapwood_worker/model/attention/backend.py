@@ -1,4 +1,4 @@
-"""What an attention backend is, and what a step asks of it.
+"""The interface of attention backends.
 
 A backend computes one half of a step, or both: *prefill*, chunks of prompts, and *decode*, one token of each request. The two may
 come from different backends (``registry.py`` chooses); ``paged.py`` joins them.
@@ -25,7 +25,7 @@ from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.settings import Half
 
 WHOLE_CHUNKS = 1 << 30
-"""Tokens of a tile as large as any chunk: each key is read once for each request."""
+"""The tile size larger than any chunk: each key is read once for each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class AttentionLayer:
         index: The pool's layer that it reads and writes.
         scale: Factor of query-key products.
         window: Positions a token sees, itself included; None for all before it.
-        chunked: Whether it sees those from the latest multiple of ``window`` on instead, at most as many.
+        chunked: Whether a token sees instead the positions from the latest multiple of ``window`` on, at most ``window``.
         softcap: Products become ``softcap * tanh(product / softcap)``; None: they stay.
         sinks: float32 [H]: for each head a product that takes part in the softmax and has no value; None: there are none.
         latent: The heads of latent attention; None: the cache holds keys and values of heads.
@@ -52,7 +52,7 @@ class AttentionLayer:
 
     @property
     def kind(self) -> Variant:
-        """What layers that are computed alike share."""
+        """The constants that layers of one kind share."""
         return Variant(self.scale, self.window, self.softcap, self.sinks is not None, self.chunked)
 
     def oldest_seen(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -69,11 +69,11 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
-    """Requests in an order in which those that have their first keys in common are neighbours.
+    """Requests ordered so that requests with the same first keys are neighbours.
 
     Attributes:
         order: The requests.
-        common: How many first keys each has in common with the one before it, in that order.
+        common: How many first keys each request shares with the one before it in that order.
     """
 
     order: list[int]
@@ -92,8 +92,8 @@ class AttentionBatch:
         cache_slots: int64 [T] on the device: where each token's key and value go.
         keys: The pages as kernels read them, on the device; None unless a backend ``reads_keys``.
         windows: The same step in the page table of each further group of the cache's layout.
-        runs: What requests share before the tokens that are computed of them, if it is to be read once.
-        prompts: The order of requests whose common keys are to be made once; only for a backend that ``orders_prompts``.
+        runs: The keys before the computed tokens that requests share, if these are read once.
+        prompts: The order of requests whose common keys are expanded once; only for a backend that ``orders_prompts``.
     """
 
     query_starts: npt.NDArray[np.int64]
@@ -130,12 +130,12 @@ class AttentionBatch:
 
 
 def in_tables(batches: Sequence[AttentionBatch]) -> AttentionBatch:
-    """A step as one value, of what it is in each page table."""
+    """Joins a step's batches, one for each page table, into one value."""
     return batches[0] if len(batches) == 1 else replace(batches[0], windows=tuple(batches[1:]))
 
 
 class AbsorbedAttention(Protocol):
-    """Attention of decodes whose latent layers' queries come as they meet cached vectors."""
+    """Attention of decodes whose latent queries are already absorbed, so that they multiply cached vectors directly."""
 
     def attend_absorbed(self, layer: AttentionLayer, query: Tensor) -> Tensor:
         """:meth:`AttentionPlan.attend_cached` of queries [T, H, R + E], as ``LatentHeads.absorb`` makes them: [T, H, V]."""
@@ -150,7 +150,8 @@ class AttentionPlan(Protocol):
 
     @property
     def absorbed(self) -> AbsorbedAttention | None:
-        """What a latent layer may call in place of ``attend_cached`` with all queries absorbed; None: nothing."""
+        """The attention that a latent layer may call instead of ``attend_cached``, with all queries absorbed; None: there is
+        none."""
         ...
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
@@ -179,7 +180,8 @@ class StepAttention(Protocol):
         """Prepares a step; its layers then share the plan, which is valid until the next call.
 
         Does not mutate the batch. May keep and mutate buffers of its own. The caller may change the batch as soon as the call has
-        returned and later work is queued: what the device is to copy must be in memory of this object by then, or be read first.
+        returned and later work is queued: data that the device will copy must be in this object's memory by then, or be read
+            first.
         """
         ...
 
@@ -201,14 +203,11 @@ class StepAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a model asks of its attention.
-
-    Attributes:
-        shape: What all layers share.
-        cache_dtype: The dtype in which keys and values are stored.
-        kinds: The distinct kinds of layer.
-        longest: Tokens of the longest request.
-        latent: Whether the layers' attention is latent: ``shape`` then has the cached vector as the one key head.
+    """The requirements of a model on its attention. Attributes: shape: The shape that all layers share.
+    cache_dtype: The dtype in which keys and values are stored.
+    kinds: The distinct kinds of layer.
+    longest: Tokens of the longest request.
+    latent: Whether the layers' attention is latent: ``shape`` then has the cached vector as the one key head.
     """
 
     shape: AttentionShape
@@ -228,8 +227,8 @@ class AttentionParts:
         ops: The device's operations.
         indices: int32 buffer on the device: every step's ``PagedKeys.indices`` lie at its beginning; empty if nothing reads
             keys.
-        shared: What a backend keeps for all page tables and both halves of a model, under names of its own; one plan's layers are
-            computed one after the other.
+        shared: Objects that a backend shares between all page tables and both halves of a model, under its own names; one plan's
+            layers are computed one after the other.
     """
 
     needs: AttentionNeeds
@@ -264,7 +263,7 @@ class Abilities:
     device: Callable[[DeviceOps], str | None] = lambda ops: None
 
     def refusal(self, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
-        """Why it cannot serve a model on a device, in words that name what is asked; None: it can."""
+        """Why it cannot serve a model on a device, in words that name the requirement; None: it can."""
         shape, dtype = needs.shape, needs.shape.dtype
         unfit = self.device(ops)
         if unfit is not None:
@@ -303,10 +302,10 @@ class AttentionBackend:
             attention. None: each request reads its keys by itself.
         prompt_tile: Tokens of a request that read keys together, without ``shared_prompts``.
         reads_keys: Whether it reads ``AttentionBatch.keys``.
-        latent: The halves that it computes of latent attention, too.
-        orders_prompts: Whether its prefill makes latent keys that neighbours of ``AttentionBatch.prompts`` share once.
-        plans_from: Tokens from which on its prefill has the attention of a prompt in one piece planned by cuDNN, for each length
-            (``cudnn_lengths``) when it first meets it; None: it never does.
+        latent: Which halves of latent attention it also computes.
+        orders_prompts: Whether its prefill expands latent keys only once if neighbours in ``AttentionBatch.prompts`` share them.
+        plans_from: The least number of tokens of an unchunked prompt whose attention cuDNN plans, at the first prompt of each
+            length (``cudnn_lengths``); None: it never uses cuDNN.
     """
 
     abilities: Abilities

@@ -1,4 +1,4 @@
-"""Attention by Triton's kernels for as long as FlashInfer's libraries are being compiled, so that a cold start need not wait."""
+"""Uses Triton's attention kernels until FlashInfer's libraries are compiled, so that a cold start need not wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Compiling(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether compiling has ended, successfully or not."""
         ...
 
     @property
@@ -44,12 +44,12 @@ class Compiling(Protocol):
 
 
 class MeanwhileAttention:
-    """Implements ``StepAttention`` by one that is there, and by another from the first step after that is compiled.
+    """Implements ``StepAttention`` with a ready backend, and with a better one from the first step after that is compiled.
 
     Args:
         now: Computes at first.
-        later: Needs what is being compiled when it first plans, not before.
-        compiling: What ``later`` waits for. If it fails, ``now`` stays in use.
+        later: The better backend; it needs the compiled libraries only when it first plans. compiling: The libraries that
+        ``later`` waits for. If it fails, ``now`` stays in use.
     """
 
     def __init__(self, now: StepAttention, later: StepAttention, compiling: Compiling) -> None:
@@ -83,7 +83,7 @@ def meanwhile(
     compiling: Compiling,
     now: AttentionBackend = TRITON,
 ) -> tuple[ChosenBackend, ChosenBackend] | None:
-    """Prefill and decode that need not wait for what is being compiled; None: there is nothing else for this model.
+    """Prefill and decode that need not wait for the libraries being compiled; None: this model has no other backend.
 
     Decodes, which are captured in graphs, stay with ``now``; prompts go to their own backend once it is there.
 
@@ -92,7 +92,7 @@ def meanwhile(
         needs: What the model asks.
         ops: The device's operations.
         compiling: The libraries.
-        now: What computes in the meantime.
+        now: The backend until then.
     """
     if refusal(now, "prefill", needs, ops) or refusal(now, "decode", needs, ops):
         return None

@@ -1,4 +1,5 @@
-"""FlashInfer's attention: prefill by FlashAttention 3 where the chip has it, decode by the faster of its kernel and ours."""
+"""FlashInfer's attention: prefill with FlashAttention 3 if the chip has it, decode with the faster of FlashInfer's and Sapwood's
+kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of latent layers (MLA), expanded: torch's flash attention over keys and values made of the cached vectors."""
+"""Prefill of latent layers (MLA): expands cached vectors to keys and values, and calls torch's flash attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ A layer of 16 heads of 192 took an H200 24 us by it and 45 by flash attention at
 _EXPANDED = 1 << 27
 """Numbers of keys and values that are expanded at once."""
 _GATHERED = 16384
-"""Keys of short requests that are made at once: of those below ``LEAST_PLANNED``, and on a GPU of chunks."""
+"""The most keys of short requests (below ``LEAST_PLANNED``, and on a GPU also chunks) that are expanded at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Prompt:
     Attributes:
         tokens: The step's rows of its tokens.
         keys: M.
-        common: How many first keys it has in common with the one before.
+        common: How many first keys it shares with the request before.
     """
 
     tokens: slice
@@ -49,13 +49,14 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Requests whose keys are made together.
+    """Requests whose keys are expanded together.
 
     Attributes:
-        prompts: Each has keys in common with the one before; or none has, and all are short, or chunks.
-        rows: int64 [M - common] on the device, of each: the pool's rows of the keys after those in common; of short ones one
-            tensor, one after the other.
-        together: Where each short one's are, if one launch attends to all, which lie side by side in the step; else None.
+        prompts: The requests. Either each shares keys with the one before, or none does and all are short or chunks.
+        rows: For each request, int64 [M - common] on the device: the pool's rows of its keys after the common ones; for short
+            requests a single tensor, one request after the other.
+        together: The place of each short request's rows, if one launch attends to all of them, side by side in the step; else
+            None.
     """
 
     prompts: list[_Prompt]
@@ -64,9 +65,9 @@ class _Group:
 
 
 class LatentPrefill:
-    """Implements ``StepAttention``: long prompts one after the other, as their work outweighs their launches. Keys and values of
-    short ones are made together, and on a GPU one launch attends to all of them, and to chunks. Keys that neighbours of
-    ``batch.prompts`` have in common are made once and stay in place for the next.
+    """Implements ``StepAttention``. Long prompts are computed one after the other, because their work outweighs their launches.
+    Keys and values of short prompts are expanded together, and on a GPU one launch attends to all of them and to chunks. Keys
+    that neighbours in ``batch.prompts`` share are expanded once and stay in place for the next.
 
     Args:
         pool: The vectors.
@@ -83,7 +84,7 @@ class LatentPrefill:
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         assert layer.latent is not None
-        if not self._groups:  # all latent layers keep alike
+        if not self._groups:  # all latent layers keep the same shape
             self._groups = self._find(layer.index, launched=serves(query))
         alone = len(self._groups) == len(self._groups[0].prompts) == 1
         if out is None and not alone:
@@ -146,7 +147,7 @@ def _attend(
         layer: The layer's constants.
         query: [T, H, D]: of all requests of the step.
         group: The requests.
-        stored: The vectors of each, but for those that it has in common with the request before it.
+        stored: The vectors of each request, except those that it shares with the request before it.
         out: [T, H, V]: gets the group's rows, and is returned; None: the group is one request with all of the rows.
     """
     assert layer.latent is not None
@@ -186,7 +187,7 @@ def _attend(
 
 
 def _attend_short(layer: AttentionLayer, query: Tensor, group: _Group, vectors: Tensor, out: Tensor) -> Tensor:
-    """:func:`_attend` of requests that have nothing in common, whose vectors lie one after the other in one tensor."""
+    """Does what :func:`_attend` does, for requests that share nothing and whose vectors lie one after the other in one tensor."""
     assert layer.latent is not None
     (heads, dim), value_dim = query.shape[1:], layer.latent.value_dim
     every = slice(group.prompts[0].tokens.start, group.prompts[-1].tokens.stop)

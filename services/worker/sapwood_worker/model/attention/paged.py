@@ -1,4 +1,4 @@
-"""Paged attention by kernels that are planned once a step, and prefixes that requests share."""
+"""Paged attention with kernels that are planned once a step, and the search for prefixes that requests share."""
 
 from __future__ import annotations
 
@@ -37,28 +37,27 @@ from sapwood_worker.model.attention.backend import (
 from sapwood_worker.model.pools.device_pool import DevicePool
 
 # Finds which requests of a step share which pages, in their page tables: every row that uses a page of the prefix cache
-# names it. So the ranks of a group all find the same, and a step need not say it.
+# names it. So all ranks of a group find the same sharing, and a step need not name it.
 
 
 Runs = tuple[SharedRuns | None, ...]
-"""What requests share in each page table."""
+"""The shared runs of pages in each page table."""
 
 LEAST_SPARED = 8192
 """Sharing pays only if it saves reading this many keys: reading them takes as long as the additional kernel in each layer."""
 _LEAST_RUN = 128
-"""Keys of the shortest run that is read for itself."""
+"""The fewest keys of a shared run that is read separately."""
 _LEVELS = 8
-"""The most branchings on a request's way; below, requests read by themselves."""
+"""The most branchings along a request's prefix; below the last one, each request reads its own keys."""
 
 
 class _Found:
-    """What a page table's requests share, for as long as they are the same.
+    """The sharing in a page table, valid while its requests stay the same.
 
     Args:
         table: The page table.
         page_size: Tokens in a page.
-        whole: int64 [B]: pages of each request that others may have.
-        runs: What was found in it; None: nothing.
+        whole: int64 [B]: how many full pages of each request others may share. runs: The shared runs; None: there are none.
     """
 
     def __init__(self, table: npt.NDArray[np.int32], page_size: int, whole: IntArray, runs: SharedRuns | None) -> None:
@@ -71,12 +70,12 @@ class _Found:
             for first, count, end in zip(runs.first, runs.count, runs.end // page_size, strict=True):
                 self._ends[runs.order[first : first + count]] = end
         columns = int(self._ends.max())
-        # A request that shares nothing is known by its first page, so that another in its place is noticed.
+        # A request that shares nothing is identified by its first page, so that a new request in its place is noticed.
         self._others = np.arange(columns) >= np.maximum(self._ends, 1)[:, None]
         self._pages = table[:, :columns].copy()
 
     def holds(self, table: npt.NDArray[np.int32], whole: IntArray) -> bool:
-        """Whether the requests share this still; should one in the place of another share more, that is left out."""
+        """Whether the requests still share these runs. If a new request in an old one's place shares more, that is ignored."""
         count, columns = self._pages.shape
         if len(table) != count or table.shape[1] < columns or (whole < self._ends).any():
             return False
@@ -86,7 +85,7 @@ class _Found:
 
 
 class SharedPrefixes:
-    """Finds what the requests of a step share, and counts. What it has found holds until a request comes or goes.
+    """Finds the pages that the requests of a step share, and counts savings. A result is valid until a request starts or ends.
 
     Args:
         page_size: Tokens in a page.
@@ -115,7 +114,7 @@ class SharedPrefixes:
     def find_prompts(
         self, tables: Sequence[npt.NDArray[np.int32]], starts: IntArray, tokens: IntArray, tile: int
     ) -> Runs | None:
-        """What requests share before the tokens that are computed of them; None if it does not pay.
+        """The pages that requests share before their computed tokens; None if sharing does not pay.
 
         Args:
             tables: As for :meth:`find`.
@@ -159,7 +158,7 @@ class SharedPrefixes:
         return PromptOrder(order, common) if any(common) else None
 
     def take(self) -> int:
-        """Keys that each layer did not read since the last call, as another request of the same step did."""
+        """How many keys each layer has not read again since the last call, because another request of the step shares them."""
         spared, self._spared = self._spared, 0
         return spared
 
@@ -173,7 +172,7 @@ class SharedPrefixes:
 
 
 def find_runs(table: npt.NDArray[np.int32], lengths: IntArray, page_size: int) -> SharedRuns | None:
-    """What requests have in common from their first page on; None: nothing.
+    """The pages that requests share from their first page on; None: none.
 
     A batch that shares nothing costs one sort of its first pages. Else it costs O(pages of the requests that share) for each
     level of branchings, vectorised over the requests.
@@ -189,8 +188,8 @@ def find_runs(table: npt.NDArray[np.int32], lengths: IntArray, page_size: int) -
     if len(np.unique(begins)) == len(begins):
         return None
     runs: list[IntArray] = []
-    # By place in ``order``: the group, whose members stand side by side and have their first ``at`` pages in common, of which
-    # runs have the first ``done``.
+    # For each place in ``order``, its group. The members of a group stand side by side and share their first ``at`` pages; #
+    # runs exist for the first ``done`` of these.
     order = np.arange(count)
     group, at, done = np.zeros((3, count), np.int64)
     for _ in range(_LEVELS):
@@ -219,7 +218,7 @@ def find_runs(table: npt.NDArray[np.int32], lengths: IntArray, page_size: int) -
 def _common(
     table: npt.NDArray[np.int32], order: IntArray, first: IntArray, sizes: IntArray, whole: IntArray
 ) -> IntArray:
-    """How many pages the members of each group have in common that are whole in all of them."""
+    """How many full pages the members of each group share."""
     places = np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
     members, ones = order[places], np.repeat(order[first], sizes)
     begins = np.cumsum(sizes) - sizes
@@ -234,7 +233,7 @@ KernelT = TypeVar("KernelT", bound=PlannedAttention)
 
 
 class KernelAttention(Generic[KernelT]):
-    """Implements ``StepAttention`` by a planned kernel for each kind of layer.
+    """Implements ``StepAttention`` with a planned kernel for each kind of layer.
 
     Args:
         pool: Keys and values.
@@ -247,7 +246,7 @@ class KernelAttention(Generic[KernelT]):
     def __init__(self, pool: DevicePool, kernels: Mapping[Variant, KernelT]) -> None:
         self._pool = pool
         self._kernels = kernels
-        # To ask whether an object implements a protocol takes longer than to launch a kernel: it is asked once.
+        # Testing whether an object implements a protocol takes longer than launching a kernel, so it is tested once.
         each_kernel: list[PlannedAttention] = list(kernels.values())
         self._advancing = [each for each in each_kernel if isinstance(each, AdvancingAttention)]
         self.advances = len(self._advancing) == len(kernels)
@@ -300,7 +299,8 @@ class LatentKernelAttention(KernelAttention[PlannedLatentAttention]):
 
 
 class GroupedAttention:
-    """Implements ``StepAttention`` for layers whose pages stand in several page tables: each table's are planned by themselves.
+    """Implements ``StepAttention`` for layers whose pages stand in several page tables: each table's attention is planned
+    separately.
 
     Args:
         pool: Keys and values.
@@ -313,7 +313,9 @@ class GroupedAttention:
     def __init__(self, pool: DevicePool, groups: Sequence[StepAttention]) -> None:
         self._pool = pool
         self._groups = groups
-        self._used = frozenset(pool.group.values())  # others are of layers in another stage of a pipeline, or of none
+        self._used = frozenset(
+            pool.group.values()
+        )  # the other groups belong to layers of another pipeline stage, or to no layer
         self.parts = [groups[group] for group in sorted(self._used)]
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -332,11 +334,11 @@ class PagedPlan:
         pool: Keys and values.
         decode: Attention of the first requests, planned.
         prefill: Attention of the others, planned.
-        decodes: How many tokens are the first requests', one of each; None: all.
+        decodes: How many tokens belong to the first requests, one for each; None: all.
         cache_slots: int64 [T] on the device, for each group of the pool.
 
     Attributes:
-        whole: What computes the attention of all tokens, if they are all of the first requests.
+        whole: The attention of all tokens, if all belong to the first requests.
         absorbed: The same, if it takes absorbed queries.
     """
 
@@ -390,7 +392,7 @@ class PagedAttention:
         decode: The backend of decodes; one that has ``decode``. The same as ``prefill`` without ``reads_keys`` computes whole
             steps as one.
         kinds: The kinds of each group's layers; None: the cache has one group.
-        share: Whether keys that decodes share are read once for all of them, where the backend can do so and it pays.
+        share: Whether keys that decodes share are read once for all of them, if the backend can do this and it pays.
 
     Attributes:
         shape: What all layers share.
@@ -440,7 +442,7 @@ class PagedAttention:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether chunks of prompts read what they share once, where it pays."""
+        """Whether chunks of prompts read shared keys once, if it pays."""
         return self._shared_prompts is not None
 
     @property
@@ -462,11 +464,11 @@ class PagedAttention:
         return lambda batch: self._joined([make(batch) for make in self._make_shared])
 
     def find_shared(self, tables: Sequence[npt.NDArray[np.int32]], lengths: npt.NDArray[np.int64]) -> Runs | None:
-        """What decodes share in each of their page tables, if reading it once is possible and pays."""
+        """The pages that decodes share in each page table, if reading them once is possible and pays."""
         return None if self._shared is None or len(lengths) < 2 else self._prefixes.find(tables, lengths)
 
     def take_spared(self) -> int:
-        """Keys that each layer did not read since the last call, as another request of the same step did."""
+        """How many keys each layer has not read again since the last call, because another request of the step shares them."""
         return self._prefixes.take()
 
     def _joined(self, groups: list[StepAttention]) -> StepAttention:
@@ -534,7 +536,7 @@ class PagedAttention:
         return PagedPlan(self._pool, decode, prefill, None if every else decodes, slots)
 
     def _find_prompts(self, batch: AttentionBatch) -> Runs | None:
-        """What chunks of prompts share, if reading it once is possible and pays."""
+        """The pages that chunks of prompts share, if reading them once is possible and pays."""
         if self._shared_prompts is None or len(batch.seq_lens) < 2:
             return None
         tokens = np.diff(batch.query_starts)

@@ -1,4 +1,4 @@
-"""The attention backends by name, and which of them a worker takes; packages add theirs as entry points of ``GROUP``."""
+"""The attention backends by name, and the choice among them; packages add backends as entry points of ``GROUP``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _FASTEST: dict[Half, tuple[str, ...]] = {
     "prefill": ("flashinfer", "triton", "native", "torch"),
     "decode": ("triton", "flashinfer", "native", "torch"),
 }
-"""In which order ``auto`` tries them on a GPU: the same at a first start, where nothing is compiled yet, and at any later one."""
+"""The order in which ``auto`` tries the backends on a GPU. It is the same at a first start, when nothing is compiled yet, and
+later."""
 _FLAG = "--attention-backend"
 
 
@@ -66,7 +67,7 @@ def choose_backend(setting: str, half: Half, needs: AttentionNeeds, ops: DeviceO
 
 
 def _first_able(half: Half, needs: AttentionNeeds, ops: DeviceOps) -> ChosenBackend:
-    if ops.device.type != "cuda" or needs.shape.dtype == torch.float32:  # the others are made for a GPU's matrix units
+    if ops.device.type != "cuda" or needs.shape.dtype == torch.float32:  # the other backends need a GPU's matrix units
         reason = f"{str(needs.shape.dtype).removeprefix('torch.')} on {ops.device.type}"
         if refusal(NATIVE, half, needs, ops) is None:
             return ChosenBackend("native", NATIVE, reason)

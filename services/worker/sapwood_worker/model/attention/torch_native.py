@@ -195,7 +195,7 @@ def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, 
     query = query.view(size, -1, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
     key, value = (each.reshape(size, kv_heads, -1, each.shape[1]) for each in (keys, values))
     count = query.shape[3]
-    # The heads that share a key head become further queries of it, so keys are not repeated.
+    # Query heads that share a key head become additional queries of it, so keys are not repeated.
     stacked = query.reshape(size, kv_heads, shared * count, dim)
     mask = group.mask
     if mask is not None:
@@ -225,7 +225,7 @@ def _attend_latent(layer: AttentionLayer, latent: LatentHeads, query: Tensor, st
         absorbed = latent.absorb(query)
         result = _attend(layer, absorbed, stored, stored[:, : latent.rank], group, 1)
         return latent.values(result.view(len(query), heads, -1)).flatten(1)
-    # Some heads at a time: expanded, a long prompt's keys are many times what is cached of them.
+    # Some heads at a time: a long prompt's expanded keys are many times larger than its cached vectors.
     each = max(1, _EXPANDED // (len(stored) * (query.shape[2] + latent.value_dim)))
     parts = []
     for start in range(0, heads, each):
@@ -262,7 +262,7 @@ TORCH = AttentionBackend(
 )
 
 
-# Attention of decodes on a CPU, compiled from C: it reads keys and values where the cache has them.
+# Attention of decodes on a CPU, compiled from C: it reads keys and values directly in the cache.
 
 
 class NativeAttention:
@@ -303,7 +303,7 @@ class NativeAttention:
 
 
 def native_parts(attention: StepAttention) -> list[NativeAttention] | None:
-    """The attention of each page table that layers use, if all of it is native."""
+    """The attention of each page table that layers use, if all of them use native attention."""
     parts = attention.parts if isinstance(attention, GroupedAttention) else [attention]
     found = [part for part in parts if isinstance(part, NativeAttention)]
     return found if len(found) == len(parts) else None
@@ -337,11 +337,10 @@ NATIVE = AttentionBackend(
 )
 
 
-# Attention in plain torch that reads what requests share once for all of them, for any device: the reference of
+# Attention in plain torch, for any device, that reads shared keys once for all requests: the reference of
 # ``sapwood_kernels.attention.shared.triton_shared`` and ``shared.prefill``, and what a CPU uses.
-#
-# A part of the result is computed for each shared run, with the queries of all who share it as rows of one product, and
-# one for each request's own keys. The parts are added, each weighted by its sum of weights (log-sum-exp), which is
+# A part of the result is computed for each shared run, with the queries of all its requests as rows of one product, and # one
+# part for each request's own keys. The parts are added, each weighted by its sum of weights (log-sum-exp), which is
 # exact but for rounding.
 
 
@@ -366,8 +365,8 @@ class _Part:
 
 
 class TorchSharedAttention:
-    """Implements :class:`sapwood_worker.model.attention.backend.StepAttention` where requests share keys, all of which their
-    tokens see: ``batch.runs``. Made for few tokens of each.
+    """Implements :class:`sapwood_worker.model.attention.backend.StepAttention` for requests that share keys (``batch.runs``) and
+    whose tokens see all shared keys. It suits few tokens for each request.
 
     Args:
         pool: Keys and values.
@@ -391,7 +390,7 @@ class TorchSharedAttention:
         latent = layer.latent
         asked = query if latent is None else latent.absorb(query)
         width = asked.shape[2] if latent is None else latent.rank
-        # What is found so far: the highest score, the sum of weights and of values relative to it.
+        # The running result: the highest score, and the sums of weights and of values relative to it.
         highest = asked.new_full(asked.shape[:2], float("-inf"), dtype=torch.float32)
         total = torch.zeros_like(highest)
         result = highest.new_zeros(*asked.shape[:2], width)
@@ -474,7 +473,7 @@ class TorchSharedAttention:
 
 
 def _stretches(begins: IntArray, ends: IntArray) -> IntArray:
-    """The numbers from each beginning up to its end, one stretch after the other."""
+    """The integers from each begin up to its end, one range after the other."""
     return np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
 
 
@@ -491,7 +490,8 @@ def _before(at: IntArray, reach: IntArray) -> npt.NDArray[np.bool_]:
 def _attend_shared(
     pool: DevicePool, layer: AttentionLayer, query: Tensor, part: _Part, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What queries [N, H, D] find: highest score and sum of weights, float32 [N, H], and sum of weighted values [N, H, width]."""
+    """The partial result of queries [N, H, D]: the highest score and the sum of weights, float32 [N, H], and the sum of weighted
+    values [N, H, width]."""
     keys, values = pool.gather(layer.index, part.keys, query.dtype)
     kv_heads = pool.kept[layer.index].heads
     count, heads, dim = query.shape

@@ -1,4 +1,5 @@
-"""Attention by our own Triton kernels, prefill and decode; of latent layers decode, beside torch's flash attention."""
+"""Attention with Sapwood's Triton kernels, prefill and decode; for latent layers only decode, together with torch's flash
+attention."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def _plans_from(parts: AttentionParts) -> int | None:
 
 
 def _shared_prompts(parts: AttentionParts) -> StepAttention:
-    """The attention of chunks of prompts that share keys. Layers with a window see little of these keys, and compute as ever."""
+    """The attention of chunks of prompts that share keys. Layers with a window see few of these keys, and are computed as
+    usual."""
     from sapwood_kernels.attention.shared.prefill import SharedPrefillAttention
     from sapwood_kernels.attention.tiled_prefill import TiledPrefillAttention
 

@@ -21,7 +21,7 @@ class Attention(Layer):
 
     Args:
         hidden_size: Width out, and in.
-        input_size: Width in, where it is another.
+        input_size: The input width, if it differs from ``hidden_size``.
         num_heads: Query heads.
         num_kv_heads: Key/value heads.
         head_dim: Elements a head.

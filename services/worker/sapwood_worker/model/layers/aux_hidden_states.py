@@ -1,4 +1,4 @@
-"""Keeps what a model's layers were given, for a head that drafts from it."""
+"""Keeps the inputs of a model's layers, for a head that drafts from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AuxiliaryHiddenStates:
-    """Takes the inputs of some layers, and stores the features that are made of them, a row for each slot of the cache.
+    """Takes the inputs of some layers, and stores features made of them, a row for each cache slot.
 
     Args:
         layers: The layers, ascending.
@@ -24,11 +24,11 @@ class AuxiliaryHiddenStates:
         self._seen: list[Tensor] = []
 
     def see(self, layer: int, hidden: Tensor) -> None:
-        """What a layer is about to get, [T, hidden_size], or what the last has given; it may be overwritten."""
+        """Takes the input of a layer, [T, hidden_size], or the output of the last layer; the tensor may be overwritten later."""
         if layer in self._layers:
             self._seen.append(hidden.clone())
 
     def keep(self, slots: Tensor) -> None:
-        """Stores what was seen of tokens in these slots, int64 [T]."""
+        """Stores the features of the seen tokens in these slots, int64 [T]."""
         self._store.index_copy_(0, slots, self._mix(torch.cat(self._seen, -1)))
         self._seen = []

@@ -78,8 +78,8 @@ class VocabParallelHead(Layer):
         tied: The embedding's table, if it is the head's, too; checkpoints then have no tensor for the head.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
         scale: Factor on logits before that.
-        context: Where and how it is built: a head of its own after all layers that may be rounded.
-        labels: Whether there is a row for each of few labels, not for each token: then it is not rounded.
+        context: Where and how it is built: an untied head comes after all layers that may be quantised.
+        labels: Whether the rows stand for a few labels, not for tokens: then the head is not quantised.
     """
 
     def __init__(

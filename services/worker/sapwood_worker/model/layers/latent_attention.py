@@ -17,7 +17,7 @@ from sapwood_worker.model.quantization.linear_method import LinearShape, Part
 from sapwood_worker.model.weight_slot import Span, WeightSlots, whole
 
 _EPS = 1e-6
-"""Added to the mean square in the norms inside, whatever the model's other norms have."""
+"""The epsilon of latent attention's own norms, independent of the model's other norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class LatentConfig:
     Attributes:
         kv_lora_rank: Size of the latent vector that the cache keeps of a token.
         qk_nope_head_dim: Numbers of a query or key head that are not rotated.
-        qk_rope_head_dim: Those that are; of a key all heads share them, and the cache keeps them, too.
+        qk_rope_head_dim: Numbers of a query or key head that are rotated; all heads of a key share them, and the cache keeps them
+            too.
         v_head_dim: Size of a value head.
         q_lora_rank: Size of the vector that queries are made of; None: they are made of the layer's input.
         rope_interleave: Whether pairs of rotated numbers lie side by side in the checkpoint, not half a head apart.
@@ -41,7 +42,7 @@ class LatentConfig:
     rope_interleave: bool = True
 
     def __post_init__(self) -> None:
-        """Raises ValueError if values are wider than keys, up to whose size a GPU fills them."""
+        """Raises ValueError if values are wider than keys, because a GPU pads values to the size of keys."""
         if self.v_head_dim > self.query_dim:
             raise ValueError(f"v_head_dim {self.v_head_dim} above a key's {self.query_dim} numbers is not supported")
 

@@ -42,12 +42,12 @@ class LayerContext:
 
     @property
     def split_over(self) -> Group | None:
-        """The group that the layer is split over; None: there is but one rank, and nothing to exchange."""
+        """The group that the layer is split over; None: there is only one rank, so nothing to exchange."""
         return self.parallel.tp if self.parallel.tp.size > 1 else None
 
     @property
     def attending(self) -> LayerContext:
-        """This context for attention or the vocabulary, which ranks with requests of their own have whole."""
+        """This context for attention or the vocabulary, which data-parallel attention does not split."""
         return replace(self, parallel=self.parallel.attending)
 
     @property
@@ -87,7 +87,7 @@ class Layer(nn.Module):
         return slots
 
     def prepare(self) -> None:
-        """Readies it and all layers inside it for use, but for those that are ready; called when their slots are filled."""
+        """Prepares it and all layers inside it for use, except those that are ready; called when their slots are filled."""
         for layer in self._all():
             if not layer._ready:
                 layer.finish()

@@ -16,15 +16,15 @@ from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
 from sapwood_worker.model.quantization.linear_method import LinearShape, Part
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 
-# The end of a layer that is split over ranks: the sum of their parts, and what is done with the sum in the same pass.
+# The end of a layer that is split over ranks: the sum of the ranks' parts, and the operations fused with the sum.
 
 
 class RankSum:
-    """Sums what ranks have of a layer's output.
+    """Sums the ranks' parts of a layer's output.
 
     Args:
         group: The ranks.
-        kind: By which table many rows are computed in pieces.
+        kind: Which table gives the number of chunks for many rows.
 
     Attributes:
         kind: The argument; who builds a layer may change it.
@@ -37,24 +37,24 @@ class RankSum:
 
     @property
     def following(self) -> RMSNorm | None:
-        """The norm that alone sees the residual next; None: it is not known, or of another kind."""
+        """The norm that is the only next reader of the residual; None: it is unknown, or of another kind."""
         return self._following
 
     def norm_follows(self, norm: AnyNorm) -> None:
-        """Tells which norm comes next to see the residual that outputs are added to. Code that needs the residual earlier calls
+        """Sets the norm that reads next the residual to which outputs are added. Code that needs the residual earlier calls
         ``Overlap.settle``."""
         self._following = norm if isinstance(norm, RMSNorm) else None
 
     def of(self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None) -> Tensor:
         """Sums as :meth:`__call__` does, with ``product(x)`` as this rank's part: a new tensor, each row of it from one row of x.
-        Many rows may be computed in pieces."""
+        Many rows may be computed in chunks."""
         if (count := self._count(x)) > 1:
             return self.of_pieces(product, x.tensor_split(count), residual)
         return self(product(x), residual)
 
     def pieces(self, x: Tensor, norm: AnyNorm | None) -> Iterable[Tensor] | None:
-        """The rows of x [T, N], normed by ``norm`` if it is given, in the pieces in which they are to be computed: where sums of
-        x are under way, as they come, each when it is asked for. None: all at once, and nothing is normed yet."""
+        """Yields the rows of x [T, N] in the chunks in which they are computed, normed by ``norm`` if it is given. If sums of x
+        are under way, a chunk waits for its sum. None: compute all at once; nothing is normed yet."""
         if (count := self._count(x)) == 1:
             return None
         if isinstance(norm, RMSNorm) and (coming := norm.pieces(x)) is not None:
@@ -90,7 +90,7 @@ class RankSum:
 
 
 class Linear(Layer):
-    """``x @ weight.T + bias`` with what is before and after it: in the same pass where the weights' method fuses it.
+    """``x @ weight.T + bias`` with the operations before and after it, in the same kernel if the weights' method fuses them.
 
     Args:
         shape: The layer's.
@@ -98,7 +98,7 @@ class Linear(Layer):
 
     Attributes:
         shape: The argument.
-        method: How they are held, and the product with them.
+        method: How the weights are stored, and the product with them.
     """
 
     def __init__(self, shape: LinearShape, context: LayerContext) -> None:
@@ -146,8 +146,8 @@ class ColumnLinear(Linear):
         return self._ops.gated(gate)(method.apply(x, norm=taken))
 
     def pieces(self, x: Tensor, norm: AnyNorm | None, gate: Gate | None = None) -> Iterator[Tensor] | None:
-        """Computes :meth:`forward` piece by piece while sums of x are under way (:meth:`RMSNorm.pieces`), each piece when it is
-        asked for; None: no sum is under way."""
+        """Computes :meth:`forward` chunk by chunk while sums of x are under way (:meth:`RMSNorm.pieces`), each chunk when the
+        caller takes it; None: no sum is under way."""
         rows = norm.pieces(x) if isinstance(norm, RMSNorm) else None
         return None if rows is None else (self(each, None, gate) for each in rows)
 
@@ -161,10 +161,10 @@ class RowLinear(Linear):
         out_features: Width of the output.
         bias: Whether it has a bias; none where outputs are not summed here.
         context: Where and how it is built.
-        summed: Whether the ranks' outputs are summed here; else who calls does it.
+        summed: Whether the ranks' outputs are summed here; else the caller sums them.
 
     Attributes:
-        ranks: Sums them; None: there is one rank, or who calls does it.
+        ranks: Sums the ranks' outputs; None: there is one rank, or the caller sums.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class RowLinear(Linear):
         return self.ranks is not None and not self._late_bias
 
     def of_pieces(self, pieces: Iterator[Tensor], gate: Gate | None, residual: Tensor | None) -> Tensor:
-        """Computes :meth:`forward` of the pieces of x. Asks for each piece when the sum of the one before has begun."""
+        """Computes :meth:`forward` of the chunks of x. Takes each chunk when the sum of the one before has begun."""
         assert self.ranks is not None
         return self.ranks.of_pieces(partial(self._part, gate=gate), pieces, residual)
 

@@ -25,10 +25,10 @@ class GatedMLP(Layer):
         activation: The gate's activation.
         bias: Whether the projections have biases.
         context: Where and how it is built.
-        summed: Whether the outputs of the ranks that it is split over are summed here; else who calls does it.
+        summed: Whether the ranks' outputs are summed here; else the caller sums them.
 
     Attributes:
-        ranks: Sums them; None: there is one rank, or who calls does it.
+        ranks: Sums the ranks' outputs; None: there is one rank, or the caller sums.
     """
 
     def __init__(

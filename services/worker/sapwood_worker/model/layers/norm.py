@@ -16,7 +16,7 @@ from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whol
 class RMSNorm(Layer):
     """Root-mean-square norm: ``sapwood_kernels.reference.rms_norm``.
 
-    The weight is float32 whatever the model's dtype, and is the factor itself: for Gemma, 1 + w.
+    The weight is float32 for every model dtype, and is the factor itself: for Gemma, 1 + w.
 
     Args:
         width: Numbers that are normed together.
@@ -41,7 +41,7 @@ class RMSNorm(Layer):
         self._norm = self._context.ops.rms_norm(self.weight, self.eps, self._context.dtype)
 
     def keep(self, x: Tensor, normed: Tensor) -> None:
-        """Takes what whoever computed x has computed of it in the same pass, until it is asked for."""
+        """Keeps the normed x that the kernel which computed x has also computed, until it is asked for."""
         self._kept = x, normed
 
     def has(self, x: Tensor) -> bool:
@@ -49,16 +49,17 @@ class RMSNorm(Layer):
         return self._kept is not None and self._kept[0] is x
 
     def computes(self, x: Tensor) -> bool:
-        """Whether x is there as a whole and what is normed of it is not: then who needs both may norm it in a pass of its own."""
+        """Whether x is complete and its norm is not computed yet: then a caller that needs both may compute the norm
+        separately."""
         return self._overlap is None and not self.has(x)
 
     def expect(self, overlap: Overlap) -> None:
-        """Tells what adds to the residual that it sees next."""
+        """Sets the object that adds to the residual that this norm reads next."""
         self._overlap = overlap
 
     def pieces(self, x: Tensor) -> Iterator[Tensor] | None:
-        """The normed rows of x, [T, N] in all, as what is still to be added to them comes; None: all is there. The caller takes
-        all of them."""
+        """Yields the normed rows of x, [T, N] in all, as the sums that must still be added arrive; None: x is complete. The
+        caller takes all of them."""
         overlap, self._overlap = self._overlap, None
         coming = None if overlap is None else overlap.coming(x)
         return None if coming is None else (self._after(part, rows) for part, rows in coming)
@@ -128,7 +129,7 @@ class QKNorm(Layer):
 
     @property
     def norm(self) -> tuple[Tensor, Tensor, float]:
-        """The weights of a query head's norm and of a key head's, float32 [head_dim] each, and what is added to mean squares."""
+        """The weights of a query head's norm and of a key head's, float32 [head_dim] each, and their epsilon."""
         return self._stored[0], self._stored[1], self._eps
 
     def slots(self) -> WeightSlots:
@@ -139,7 +140,7 @@ class QKNorm(Layer):
 
 
 class UnitNorm(QKNorm):
-    """The same without weights, in the layers that turn heads (Llama 4, which norms them after that: it changes nothing)."""
+    """The same without weights, in layers that rotate heads. Llama 4 norms after the rotation, which gives the same result."""
 
     def __init__(self, head_dim: int, eps: float, context: LayerContext) -> None:
         super().__init__(head_dim, eps, context)
@@ -168,7 +169,7 @@ class WidthNorm(Layer):
         self._prefix, self._eps, self._group = context.prefix, eps, context.split_over
         size = queries.size + keys.size
         self._weight = nn.Parameter(torch.empty(size, device=context.device), requires_grad=False)
-        # What makes means of the sums of squares that ranks add up.
+        # The factors that turn the ranks' summed squares into means.
         shares = torch.tensor([1.0 / queries.total, 1.0 / (keys.total * key_copies)], device=context.device)
         self.register_buffer("_shares", shares, persistent=False)
         self._shares: Tensor

@@ -34,7 +34,8 @@ class RopeScaling(Protocol):
         ...
 
     def variant(self, positions: int) -> str:
-        """Names what depends on the longest context that is served: keys of another variant are not used. Empty: nothing."""
+        """Names the variant that depends on the longest served context: cached keys of another variant are not used. Empty: keys
+        do not depend on it."""
         ...
 
 
@@ -124,12 +125,12 @@ class YarnScaling:
         return ""
 
     def _pair(self, turns: float, size: int, theta: float) -> float:
-        """The pair that turns so often within the original context."""
+        """The pair that makes ``turns`` turns within the original context."""
         return size * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """What a scaling by ``factor`` multiplies cosines and sines with, so that attention stays sharp; ``scale`` is DeepSeek's."""
+    """The factor of cosines and sines in a scaling by ``factor``, so that attention stays sharp; ``scale`` is DeepSeek's."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -137,8 +138,8 @@ def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 class LongRopeScaling:
     """Divides each frequency by a number of its own, from one of two lists.
 
-    Which list it is must not change while keys are cached, so it goes by the longest context that is served, not by each
-    request's length. Source: Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens", 2024.
+    The list must not change while keys are cached, so it is chosen by the longest served context, not by each request's length.
+    Source: Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens", 2024.
 
     Attributes:
         short: The list for contexts of up to ``original_max_position`` tokens.
@@ -166,10 +167,10 @@ class RopeConfig:
 
     Attributes:
         theta: Base of the wavelengths.
-        scaling: What changes the frequencies; None: nothing.
+        scaling: The change of the frequencies; None: they are not changed.
         divisors: One for each pair of elements, dividing its frequency; GGUF files state llama3 scaling that way.
         rotated: How many numbers of a head, the first ones, are turned; None: all.
-        interleaved: Whether neighbours are turned together, not numbers half of the turned ones apart.
+        interleaved: Whether neighbouring numbers are rotated together, not numbers that lie half the rotated width apart.
     """
 
     theta: float
@@ -184,7 +185,7 @@ class RopeConfig:
 
 
 class Angles(NamedTuple):
-    """What the positions of a step are to one kind of layer.
+    """The rotary angles of a step's positions for one kind of layer.
 
     Attributes:
         cos: Cosines [T, 1, D], as ``DeviceOps.store_heads`` takes them.
@@ -236,8 +237,8 @@ def inverse_frequencies(size: int, rope: RopeConfig, positions: int) -> Tensor:
 class RotaryEmbedding(Layer):
     """Angles for given positions, once a step and shared by the layers.
 
-    Where steps can be captured they are looked up, as each launch counts there: the table takes ``max_position`` times the turned
-    elements. Elsewhere they are computed, which takes microseconds and no memory.
+    If steps can be captured, angles are looked up in a table of ``max_position`` rows, because there each kernel launch counts.
+    Otherwise they are computed, which takes microseconds and no memory.
 
     Args:
         head_dim: Elements of a head.

@@ -255,9 +255,8 @@ class _Builder:
         backend, graphs = self._attention.backend(
             pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=True
         )
-        if (
-            self._ops.asynchronous
-        ):  # libraries compile some kernels at first use, for minutes; this makes them ready before requests come
+        # Some libraries compile kernels at their first use, for minutes: they are compiled here, before requests come.
+        if self._ops.asynchronous:
             compute_trial([1, 2], self._model, pool, backend, self._ops)
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
         length = min(config.max_position, (pool.num_pages - SCRATCH_PAGES) * pool.page_size)

@@ -22,9 +22,8 @@ from sapwood_worker.records.expert_load import ExpertMove
 
 
 class Experts(Layer):
-    """The weighted sum of each token's experts, gated MLPs without biases. Ranks have a part of each, or some of them whole.
-
-    The matrices of all experts are two tensors, and each tensor of the checkpoint is read into its place there.
+    """The weighted sum of each token's experts, gated MLPs without biases. Each rank has a part of every expert, or some experts
+    whole. The matrices of all experts are two tensors, and each tensor of the checkpoint is read into its place there.
 
     Args:
         hidden_size: Width in and out.
@@ -33,9 +32,9 @@ class Experts(Layer):
         chosen: How many a token goes to.
         projections: What checkpoints call an expert's gate, up and down.
         activation: The gate's activation.
-        stacked: Whether checkpoints hold each projection of all experts as one tensor, transposed, unless one has them apart: in
-            few bits.
-        shared: As how many experts more, to which every token goes, a shared one may be computed among them (:meth:`join`).
+        stacked: Whether checkpoints hold each projection of all experts as one transposed tensor; a quantised checkpoint may
+            still hold them separately.
+        shared: As how many additional experts, to which every token goes, a shared expert may be computed (:meth:`join`).
         context: Where and how it is built.
 
     Attributes:
@@ -76,7 +75,7 @@ class Experts(Layer):
         self._sum: PlacedSum
 
     def name(self, expert: int, projection: str) -> str:
-        """What a checkpoint calls an expert's projection."""
+        """The checkpoint's name of an expert's projection."""
         return f"{self._context.prefix}.{expert}.{projection}"
 
     def slots(self) -> WeightSlots:
@@ -95,7 +94,7 @@ class Experts(Layer):
         self.ready()
 
     def ready(self, wrap: Callable[[ExpertStack], ExpertStack] = lambda stack: stack) -> None:
-        """Readies the sum, with something around the matrices before the activation, and around those after it."""
+        """Prepares the sum; ``wrap`` wraps the matrices before the activation and those after it."""
         stacks = wrap(self._gate_up.stack()), wrap(self._down.stack())
         self._sum = PlacedSum(self.places, *stacks, self._activation, self._chosen, self._context, self.shared)
 
@@ -117,12 +116,12 @@ class WideMatrices:
     """A matrix of each expert, of one or more of a checkpoint's projections whose outputs lie side by side.
 
     Args:
-        parts: What the checkpoint calls them.
+        parts: The checkpoint's names of the projections.
         places: Which experts are here.
         rows: Which outputs of each projection are computed here.
         columns: Which inputs are multiplied here.
         context: Where and how they are built; its prefix is that of the experts.
-        room: For how many experts more, which others fill.
+        room: For how many additional experts to make room; other code fills it.
 
     Attributes:
         room: The argument; 0 where matrices are quantised.
@@ -144,7 +143,7 @@ class WideMatrices:
         self._weight = torch.empty(places.size + self.room, *each, dtype=context.dtype, device=context.device)
 
     def give_up_room(self) -> None:
-        """Has no room for others any more; before anything is read."""
+        """Gives up the room for other experts; call it before anything is read."""
         self._weight = self._weight.new_empty(len(self._weight) - self.room, *self._weight.shape[1:])
         self.room = 0
 
@@ -153,8 +152,8 @@ class WideMatrices:
         return self._weight[len(self._weight) - self.room :]
 
     def slots(self) -> WeightSlots:
-        """The tensors that a checkpoint fills, each a view: one for each projection of each expert; of those of other ranks
-        nothing is read."""
+        """The tensors that a checkpoint fills, each a view: one for each projection of each expert. Experts of other ranks are
+        not read."""
         if not self._weight.numel():
             return {}
         nothing = self._weight.new_empty(0)
@@ -178,7 +177,7 @@ class WideMatrices:
 
 
 class StackedMatrices(WideMatrices):
-    """The same where the checkpoint holds each projection of all experts as one tensor, each transposed: [E, K, N]."""
+    """The same for checkpoints that hold each projection of all experts as one transposed tensor: [E, K, N]."""
 
     def slots(self) -> WeightSlots:
         if not self._weight.numel():
@@ -195,7 +194,7 @@ class StackedMatrices(WideMatrices):
 def expert_matrices(
     parts: Sequence[str], places: ExpertPlaces, rows: Span, columns: Span, context: LayerContext, room: int = 0
 ) -> WideMatrices | StoredMatrices:
-    """The matrices in the format that the checkpoint stores those of the first expert in, else in the model's dtype, then with
+    """The matrices in the checkpoint's format of the first expert, if that is a quantised one, else in the model's dtype with
     room for others.
 
     Raises:
@@ -209,7 +208,8 @@ def expert_matrices(
 
 
 def finished(weight: Tensor, own: int, context: LayerContext, bias: Tensor | None = None) -> ExpertStack:
-    """Matrices in the model's dtype as they are to be multiplied: quantised if that is wanted and they can be, expert by expert.
+    """Prepares matrices in the model's dtype for multiplication: quantises them, expert by expert, if that is wanted and
+    possible.
 
     Args:
         weight: [E, N, K].
@@ -234,12 +234,12 @@ def finished(weight: Tensor, own: int, context: LayerContext, bias: Tensor | Non
 
 
 def _wide_shape(rows: int, columns: int, context: LayerContext) -> LinearShape:
-    """An expert's matrix, as much of it as is here, as a linear layer."""
+    """The part of an expert's matrix on this rank, as a linear layer."""
     return LinearShape((Part(context.prefix, whole(rows)),), whole(columns))
 
 
 def stack_of(stored: StoredStack, context: LayerContext) -> ExpertStack:
-    """Experts' matrices in few bits: for a GPU's grouped product as they are, else by a product of each."""
+    """Quantised matrices of experts: for a GPU's grouped product as they are, else a separate product for each expert."""
     if context.ops.groups_experts:
         return stored
     products = [context.ops.grouped(stored.weight(expert)) for expert in range(stored.experts)]
@@ -294,7 +294,8 @@ class StoredMatrices:
         return self._slots
 
     def stack(self) -> ExpertStack:
-        """The matrices, once the slots are filled: for a GPU's grouped product in one tensor, else by a product of each.
+        """The matrices, once the slots are filled: one tensor for a GPU's grouped product, else a separate product for each
+        expert.
 
         Raises:
             ConfigError: The grouped product does not take this format.
@@ -461,7 +462,7 @@ class JoinedExperts(Layer):
         intermediate_size: Width of an expert's gate and up.
         count: How many experts there are.
         chosen: How many a token goes to.
-        activation: What gate and up are joined by.
+        activation: The function that joins gate and up.
         context: Where and how it is built.
 
     Attributes:

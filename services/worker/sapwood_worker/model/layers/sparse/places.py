@@ -1,4 +1,4 @@
-"""Where the experts of a layer are: which rank computes which token's, and how experts go from rank to rank."""
+"""Where the experts of a layer are: which rank computes a token's experts, and how experts move between ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sapwood_worker.records.expert_load import ExpertMove, home_slots, moved
 class ExpertPlaces:
     """The slots of a layer's experts on all ranks, and which of them are here.
 
-    Every rank has the same view of it. Of an expert that is in several slots, the tokens of a step take them in turns.
+    Every rank has the same view. If an expert is in several slots, the tokens of a step use these slots in turn.
 
     Args:
         experts: How many there are.
@@ -33,7 +33,7 @@ class ExpertPlaces:
         own: The experts that the checkpoint fills here; they are in the first slots.
         size: Slots of a rank.
         slots: The expert in each slot, rank after rank; -1: none.
-        exchanges: Whether ranks hand each other what experts made of tokens, as :class:`PlacedSum` tells.
+        exchanges: Whether ranks exchange the outputs of experts; :class:`PlacedSum` explains when.
     """
 
     def __init__(self, experts: int, parallel: Parallel, ops: DeviceOps) -> None:
@@ -42,7 +42,7 @@ class ExpertPlaces:
         self.slots = home_slots(experts, parallel.ep.size, parallel.redundant_experts)
         self._group, self._ops = parallel.ep, ops
         self._experts = experts
-        # By expert, and one that stands for none: its slots here, where `size` stands for one elsewhere, and their number.
+        # For each expert, and a last one that stands for none: its slots here (`size` for a slot elsewhere), and their number.
         self._local = torch.full((experts + 1, parallel.ep.size), self.size, dtype=torch.int64, device=ops.device)
         self._copies = torch.ones(experts + 1, dtype=torch.int64, device=ops.device)
         self._ranks = torch.full_like(self._local, parallel.ep.size)
@@ -52,7 +52,7 @@ class ExpertPlaces:
 
     @property
     def movable(self) -> bool:
-        """Whether experts can be elsewhere than at the start."""
+        """Whether experts can move."""
         return self.size > self.own.size
 
     def local(self, ids: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class ExpertPlaces:
         """Integers [T, k], as for :meth:`local` -> the ranks that have the slots; the number of ranks for none.
 
         Args:
-            ids: Of rows that are ``first`` and after among those that all ranks see.
+            ids: The experts of rows; the first row has the number ``first`` among all ranks' rows.
             first: Rows before them.
         """
         return self._ops.turns(self._ranks, self._copies, ids, first)
@@ -122,9 +122,9 @@ class ExpertPlaces:
 class PlacedSum:
     """This rank's part of the weighted sum of each token's experts. The experts on this rank may change between steps.
 
-    On a CPU, where experts move, the ranks first hand each other what every expert made of a token, so that it is summed in the
-    same order wherever the experts are. On a GPU each sums what its own made, as where they do not move: the other way would
-    exchange as many times more as a token has experts; likewise where rows are sent to the ranks of their experts only.
+    On a CPU with moving experts, the ranks first exchange every expert's output for a token, so that the outputs are summed in
+    the same order wherever the experts are. On a GPU, and where rows are sent only to the ranks of their experts, each rank sums
+        the outputs of its own experts: exchanging all outputs would send as many times more bytes as a token has experts.
 
     Args:
         places: Where the experts are.
@@ -136,7 +136,7 @@ class PlacedSum:
         shared: To how many of them, the last ones, all tokens go.
 
     Raises:
-        ConfigError: They are held in a way in which they cannot move, but are to.
+        ConfigError: The experts should move, but their storage format does not allow it.
     """
 
     def __init__(

@@ -25,13 +25,13 @@ from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 
 class Router(Layer):
-    """Chooses each token's experts. It computes in float32: experts whose scores are near each other are not to change places.
+    """Chooses each token's experts. It computes in float32, so that experts with close scores do not change places.
 
     Args:
         hidden_size: Width of the input.
         routing: How experts are chosen.
         bias: Whether its logits have a bias.
-        correction: What checkpoints call what scores are corrected by where experts are chosen; empty: they are not.
+        correction: The checkpoints' name of the correction that is added to scores when experts are chosen; empty: there is none.
         correction_dims: Its dimensions there: 1, or 2 where it is a matrix of one row.
         context: Where and how it is built.
 
@@ -59,7 +59,7 @@ class Router(Layer):
         self._weight = empty(routing.experts, hidden_size)
         self._bias = empty(routing.experts) if bias else None
         self._correction = empty(routing.experts) if correction else None
-        # Of rows that are sent to experts of other ranks, what experts get from all ranks is counted there.
+        # Rows sent to experts of other ranks are counted there, with the rows from all ranks.
         counted = self.counts if context.parallel.expert_exchange is None else torch.zeros_like(self.counts)
         joined = context.parallel.rows is not None and context.parallel.expert_exchange is None
         ranks = context.parallel.tp.size if joined else 1
@@ -93,12 +93,12 @@ class Router(Layer):
 
 
 CORRECTION = "gate.e_score_correction_bias"
-"""What most checkpoints call what scores are corrected by."""
+"""The name of the scores' correction in most checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An expert that every token goes to, beside those that the router chooses.
+    """An expert that every token goes to, besides those that the router chooses.
 
     Attributes:
         name: In checkpoints: ``shared_experts``.
@@ -122,13 +122,14 @@ class SparseConfig:
         shared: The expert of all tokens, if there is one.
         router: What checkpoints call the router.
         router_bias: Whether its logits have a bias.
-        correction: What they call, in the mixture, what scores are corrected by where experts are chosen; empty: they are not.
+        correction: Their name, in the mixture, of the correction that is added to scores when experts are chosen; empty: there is
+            none.
         correction_dims: Its dimensions in checkpoints: 1, or 2 where it is a matrix of one row.
         block: What checkpoints call the mixture.
         projections: What they call an expert's gate, up and down.
-        joined: The activation of experts that checkpoints hold joined, all of a layer's in one tensor; None: they do not.
+        joined: The activation of experts, if checkpoints hold all experts of a layer in one tensor; None: they do not.
         stacked: Whether checkpoints hold each projection of all of a layer's experts as one tensor, transposed.
-        scales_inputs: Whether a token's weight is a factor of its expert's input, not of what comes out; it goes to one.
+        scales_inputs: Whether a token's weight multiplies its expert's input, not the output; a token then has one expert.
     """
 
     routing: Routing
@@ -157,7 +158,7 @@ def _experts(
 
 
 def _shared_as(config: SparseConfig, shared: GatedMLP | None, context: LayerContext) -> int:
-    """As how many experts the shared one may be computed among the others; 0: it is computed by itself."""
+    """As how many additional experts the shared one may be computed; 0: it is computed separately."""
     parallel = context.parallel
     alone = parallel.tp.size == parallel.ep.size == 1 and not parallel.redundant_experts
     if shared is None or config.shared is None or config.shared.gated or config.scales_inputs or config.stacked:
@@ -182,7 +183,7 @@ class SparseMLP(Layer):
 
     Attributes:
         hidden_size: The argument.
-        joined: As how many experts the shared one is computed among the others, once weights are prepared.
+        joined: As how many additional experts the shared one is computed, once weights are prepared.
         ranks: Sums what ranks have of the output; None: there is one.
     """
 
@@ -216,8 +217,8 @@ class SparseMLP(Layer):
 
     @property
     def kind(self) -> CutKind | None:
-        """By which table many rows are computed in pieces; None: all at once, where there is nothing to sum, or where experts
-        exchange something, which must not meet sums that are under way."""
+        """Which table gives the number of chunks for many rows; None: all rows at once, because there is nothing to sum, or
+        because the experts' exchange must not overlap with sums."""
         return None if self.ranks is None or self.experts.places.exchanges else self.ranks.kind
 
     def slots(self) -> WeightSlots:
@@ -248,7 +249,7 @@ class SparseMLP(Layer):
 
     def _alone(self, hidden: Tensor, norm: RMSNorm | None, residual: Tensor | None) -> Tensor:
         """:meth:`forward` where nothing is left to sum."""
-        # What is not normed may be the residual itself, which the shared expert is yet to read.
+        # Without a norm the input may be the residual itself, which the shared expert has yet to read.
         adds = norm is not None and self._exchange is None
         result = self._part(hidden, norm, residual if adds else None)
         if residual is None or adds:
@@ -269,7 +270,7 @@ class SparseMLP(Layer):
         else:
             result = self._exchange(taken, ids, weights, self.experts, self.experts.places.holders, self.router.counts)
         if self.shared is not None and not self._gate:
-            result = self.shared(x, None, result)  # adds in the pass of its last product where there is one that does
+            result = self.shared(x, None, result)  # adds in its last product, if that product can add
         elif self.shared is not None:
             shared = self.shared(x, None)
             for gate in self._gate.values():

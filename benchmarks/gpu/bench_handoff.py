@@ -212,7 +212,10 @@ class Counters:
         """What was counted of reads since the last call."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10) as page:
             text = page.read().decode()
-        now = {name: float(value) for name, value in re.findall(r"^sapwood_worker_(pull\w+)_total (\S+)$", text, re.M)}
+        now = {
+            name: float(value)
+            for name, value in re.findall(r"^sapwood_worker_(kv_transfer_\w+)_total (\S+)$", text, re.M)
+        }
         before, self._before = self._before, now
         return {name: int(value - before.get(name, 0)) for name, value in now.items()}
 
@@ -287,7 +290,9 @@ def measure(
                 "pages": 0 if pairs[-1][0].ticket is None else len(pairs[-1][0].ticket.page_hashes),
                 **{name: round(1000 * value, 2) for name, value in seconds.items()},
                 "same_answers": sum(one == two[: len(one)] for one, two in zip(again, answers, strict=True)),
-                "same_pages": same_pages(one, other, prompts[-1], pulled["pulled_bytes"] // pulled["pulled_pages"]),
+                "same_pages": same_pages(
+                    one, other, prompts[-1], pulled["kv_transfer_bytes"] // pulled["kv_transfer_pages"]
+                ),
                 **pulled,
                 "stages": told,
             }

@@ -135,14 +135,14 @@ def test_what_pairs_answer_is_what_one_worker_answers(pairs: Any, capsys: pytest
     web = httpx.Client(trust_env=False, timeout=300)
     with openai.OpenAI(base_url=f"http://{pairs.http}/v1", api_key="none", max_retries=0, http_client=web) as client:
         handed_over = answers(client, 1)
-        pulled = counted(pairs, "pulled_pages_total")
+        pulled = counted(pairs, "kv_transfer_pages_total")
         assert pulled > 0
-        assert counted(pairs, "pulled_part_bytes_total") > 0  # of the long prompt, layer by layer
-        tickets = counted(pairs, "handoff_tickets_total")
+        assert counted(pairs, "kv_transfer_part_bytes_total") > 0  # of the long prompt, layer by layer
+        tickets = counted(pairs, "kv_transfers_offered_total")
         assert tickets >= 8  # each prompt, and each of the three continuations
         set_roles(pairs, "both", "both", "both", "both")
         whole = answers(client, 1)
-        assert counted(pairs, "handoff_tickets_total") == tickets
+        assert counted(pairs, "kv_transfers_offered_total") == tickets
     logprobs = handed_over.pop("logprobs"), whole.pop("logprobs")
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
     assert handed_over == whole

@@ -30,5 +30,5 @@ class KVDestination:
         reference.store_kv(key, value, self.keys, self.values, self.slots, self.scales)
 
     def store_vectors(self, vectors: Tensor) -> None:
-        """Writes the step's vectors [T, K, D] where a token leaves but one, read as key and as value."""
+        """Writes the step's vectors [T, K, D] of a layer that keeps one vector for each token, used as key and as value."""
         reference.store_vectors(vectors, self.keys, self.slots, self.scales[0])

@@ -34,7 +34,7 @@ async def _serve(config: RouterConfig) -> None:
 
 
 def main() -> None:
-    """Runs the router until it is told to stop; exits 2 if it cannot start as configured."""
+    """Runs the router until it is stopped; exits 2 if it cannot start as configured."""
     config = parse_config(RouterConfig, "sapwood_router", "Routes requests to workers: gRPC and the OpenAI API.")
     setup_logging("router", config.log_level, config.log_format)
     try:

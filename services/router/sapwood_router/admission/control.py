@@ -24,7 +24,7 @@ _MOST_AHEAD = 3
 
 
 def _nothing() -> None:
-    """Work for a request that was let go already; it counts as one of its turn."""
+    """Counts work for a request that was released already, as part of the request's turn."""
 
 
 class _Line:
@@ -32,8 +32,8 @@ class _Line:
 
     Attributes:
         queue: Who waits.
-        exits: Lets a few go in each turn of the event loop: a message from a worker may make room for hundreds. Those that are
-            let go wait for nothing more, so that the queue's order is the one in which they choose a worker.
+        exits: Lets a few go in each turn of the event loop: a message from a worker may make room for hundreds. Released
+            requests wait for nothing else, so that they choose workers in the order of the queue.
         coming: Requests that are being prepared and have no place in the queue, for there was room when they came.
         let_go: Requests that left the queue and are about to choose a worker.
     """
@@ -66,8 +66,8 @@ class _Line:
             breaker = worker.breaker
             if breaker.closed or breaker.admits():
                 any_admits = True
-                # A half-open breaker admits one probe only. If more requests were let go, they would go to other workers, which
-                # are full.
+                # A half-open breaker admits one probe only. If more requests were released, they would go to other workers,
+                # which are full.
                 free = worker.room if few else worker.open_room
                 room += free if breaker.closed else min(1.0, free)
                 if room > taken:  # the first worker mostly has it
@@ -87,12 +87,12 @@ class _Line:
             self._few[ticket] = None
 
     def goes(self, tenant: str) -> None:
-        """One of a tenant's requests is let go."""
+        """Notes that one of a tenant's requests is released."""
         self.let_go += 1
         self._let_go_of[tenant] = self._let_go_of.get(tenant, 0) + 1
 
     def went(self, tenant: str) -> None:
-        """One that was let go chooses a worker now, or has given up."""
+        """Notes that a released request chooses a worker now, or has given up."""
         self.let_go -= 1
         left = self._let_go_of[tenant] - 1
         if left:

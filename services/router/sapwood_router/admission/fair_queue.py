@@ -1,4 +1,4 @@
-"""Requests that no worker has room for wait here, and are let go in a fair order; those that would wait in vain are refused.
+"""Requests that no worker has room for wait here, and are released in a fair order; those that would wait in vain are refused.
 
 Order: strictly by priority class; within a class by start-time fair queueing over tenants (Goyal, Vin and Cheng, 1996): a
 request's start tag is the later of the queue's virtual time and its tenant's last finish tag, its finish tag lies its cost
@@ -191,7 +191,7 @@ class Admission:
         self.waiting += 1
 
     def check(self, tenant: str, priority: int, deadline: float) -> None:
-        """Whether a request would be let in now; changes nothing.
+        """Whether a request would be accepted now; changes nothing.
 
         Raises:
             ResourceExhaustedError: As :meth:`enter`.

@@ -34,7 +34,7 @@ _TRACEPARENT_HEADER = TRACEPARENT_KEY.encode()
 
 
 def _likely(path: str) -> tuple[str, ...]:
-    """What was meant, where a client's base URL lacks /v1, has it twice or ends with a slash, or the path does."""
+    """The intended path, if a client's base URL lacks /v1, has it twice, or if the URL or the path ends with a slash."""
     inner = path.removeprefix("/v1").replace("//", "/").rstrip("/")
     return f"/v1{inner}", inner
 
@@ -55,7 +55,7 @@ class Endpoint:
         self._origins = origins
         self._handler = handler
         self.dialect = dialect
-        """How errors are told; None: as of the API that the request seems to be of."""
+        """The format of errors; None: the format of the API that the request seems to use."""
 
     @property
     def public(self) -> bool:
@@ -108,7 +108,7 @@ class HttpFront:
         guard: Asks for API keys, but not for what is public.
         origins: Whose web pages may ask for what the guard guards.
         strict: Whether a request with what nothing here serves is refused.
-        dialects: Say how errors are told where no route does.
+        dialects: The formats of errors where no route names one.
         workers: Names workers for clients.
 
     Attributes:

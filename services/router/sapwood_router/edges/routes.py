@@ -24,9 +24,9 @@ class Post:
     Attributes:
         path: The path; one that ends with a slash stands for all below it, but for ``/`` itself.
         answer: Answers.
-        dialect: How errors are told.
+        dialect: The format of errors.
         summary: What it does, for the OpenAPI document; "": it is not in there.
-        takes: The types that bodies are checked against, of which each is one; empty: any object.
+        takes: A body must match one of these types; empty: any object.
         gives: The type of answers; None: some object.
         settings: Sampling settings that bodies may have beside ``takes``.
         streams: Whether answers may be events.
@@ -52,7 +52,7 @@ class Ask:
         handler: Answers.
         method: The HTTP method.
         public: Whether no API key is asked for, and no page's origin.
-        dialect: How errors are told; None: as of the API that the request seems to be of.
+        dialect: The format of errors; None: the format of the API that the request seems to use.
         summary, gives: As of :class:`Post`.
         is_folder: Whether the path is one by itself although it ends with a slash. Else the slash does not matter.
     """

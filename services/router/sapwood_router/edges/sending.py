@@ -149,7 +149,7 @@ def with_resumptions(events: bytes, resumptions: int) -> bytes:
 
 
 def _notice_headers(context: RequestContext) -> Headers:
-    """What the client is told beside its answer, which prepare found out: streams begin with it, too."""
+    """Notices for the client in addition to its answer, found by prepare: streams also begin with them."""
     return ((NOTICE_HEADER, context.notice.encode()),) if context.notice else ()
 
 

@@ -102,7 +102,7 @@ def _id_in(exchange: Exchange) -> str:
 
 
 def object_of(session: Session, workers: WorkerNames) -> SessionObject:
-    """What is told of a session."""
+    """The public description of a session."""
     return SessionObject(
         id=session.session_id,
         model=session.model or None,

@@ -62,7 +62,7 @@ DIALECTS = Dialects(
     (("/v1/messages", AnthropicDialect()), ("/api/", OllamaDialect()), ("/v2/", CohereDialect())),
     {b"anthropic-version": AnthropicDialect()},
 )
-"""How a request for a path that is not there is told so."""
+"""The answer to a request for an unknown path."""
 
 
 def all_routes(

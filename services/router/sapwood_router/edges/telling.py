@@ -1,4 +1,4 @@
-"""The pace at which many tokens are told of: a long prompt with many alternatives takes seconds, and others go on meanwhile."""
+"""Paces the reporting of many tokens: a long prompt with many alternatives takes seconds, and other requests run meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_text.vocabulary import Vocabulary
 
 _AT_ONCE = 32
-"""Tokens that are told of in one piece: about a millisecond with the most alternatives."""
+"""Tokens that are reported without a pause: about a millisecond with the most alternatives."""
 
 
 class Telling:

@@ -34,7 +34,7 @@ class WorkerNames:
     """Names workers.
 
     Args:
-        key: Makes ids that nobody can try addresses against; of each process its own.
+        key: A secret for making ids, different in each process, so that nobody can test addresses against the ids.
         is_known: Whether an address is a worker's.
     """
 

@@ -89,7 +89,7 @@ class Fleet:
         return worker.in_flight
 
     def hand_over(self, worker: Worker) -> None:
-        """The worker drains: what it was asked lately goes to those that serve the same."""
+        """Notes that the worker drains: its recent prefixes go to workers that serve the same model."""
         if worker.model is not None:
             heirs = [other.address for other in self._registry.available(worker.model.model) if other is not worker]
             self._policies.drained(worker.address, heirs)

@@ -42,7 +42,7 @@ class Client(ABC):
         self._stint = stint
         self._left = 0
         self._behind: dict[int, None] = {}
-        """Generations that were told to wait and not yet to go on. The client may be ready again before the task is awake."""
+        """Generations that were asked to wait and not yet to continue. The client may be ready again before the task is awake."""
         self._error: SapwoodError | None = None
         self._waiter: asyncio.Future[None] | None = None
 

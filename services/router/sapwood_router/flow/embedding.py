@@ -245,7 +245,7 @@ class EmbeddingAttempts(Attempts):
         model: Which workers it may go to.
         request: What its client asked.
         sequences: The tokens of each input; at least one.
-        max_tokens: The worker cuts longer ones to so many; 0: as the model's files say.
+        max_tokens: The worker cuts longer inputs to this many tokens; 0: to the length in the model's files.
         metrics: Counts choices and retries.
 
     Raises:

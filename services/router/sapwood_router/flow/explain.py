@@ -1,4 +1,4 @@
-"""Why a request would go where: every worker's load, what it holds of the prompt, what it would cost, and the choice."""
+"""Explains a route: every worker's load, cached tokens of the prompt and cost, and the choice."""
 
 from __future__ import annotations
 

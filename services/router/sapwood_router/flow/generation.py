@@ -66,7 +66,7 @@ from sapwood_router.transport.held_tickets import HeldTicket
 logger = logging.getLogger(__name__)
 
 _LONG, _MANY_TOKENS = 32 * 1024, 8 * 1024
-"""Characters and tokens of a prompt from which on it waits for its turn: a request may have a thousand of them."""
+"""A prompt with at least this many characters or tokens waits for its turn: a request may have a thousand prompts."""
 
 
 class Pipeline:
@@ -84,7 +84,7 @@ class Pipeline:
         sessions: Those that requests may go on with.
         disaggregation: Decides whether prompts are computed on workers that are for that.
         seeds: Draws the seeds of requests that bring none.
-        heavy: Where what takes the loop long waits for its turn, whoever asked and however it came.
+        heavy: The queue of work that takes the event loop long, for all callers and APIs.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Pipeline:
         self.observer = observer
         self.heavy = heavy
         self.large = LargeTexts()
-        """Where large requests wait of which no more than one is to be in memory as numbers and text."""
+        """Where large requests wait, so that only one at a time is in memory as numbers and text."""
         self.starts = Turnstile()
-        """Where the generations of a request, of which there may be a thousand, wait for their turn; the first one does not."""
+        """Where the generations of a request wait for their turn; there may be a thousand. The first one does not wait."""
         self.afterwards = Afterwards()
         """What is done after the last delta of an answer is on its way, such as telling the policy."""
         self.running = RunningRequests()
@@ -221,7 +221,7 @@ class Generation(Attempts):
         the client does.
 
         Args:
-            client: Takes the deltas, merged from all that is there whenever it is ready.
+            client: Takes the deltas; whenever it is ready it gets all present ones, merged.
             index: The generation's, among those of the client.
         """
         self._client, self._index = client, index

@@ -101,7 +101,7 @@ class Failover:
     the seed at the start, and sampling is a pure function of seed and position, so the stream continues as it would have. Text,
     stop strings and parsers are behind the stream, which does not notice. Bounds:
 
-    - A lost worker costs a request one resumption, of which it has ``most_losses``. Resumptions are not taken from the retry
+    - A lost worker costs a request one of its ``most_losses`` resumptions. Resumptions are not taken from the retry
       budget, because workers die one at a time, whatever the traffic.
     - A worker that left as planned costs nothing: it says nothing about the request, and operators plan few such moves.
     - A worker that answered with an error is not asked again, and the next try needs the retry policy's consent.

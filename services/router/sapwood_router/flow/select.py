@@ -1,4 +1,4 @@
-"""Stage 2: chooses a worker. An explanation of a route is this same choice, with what it was made from noted."""
+"""Stage 2: chooses a worker. An explanation of a route is this same choice, with its inputs noted."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def choose(
 
 
 def of_roles(workers: Iterable[Worker], demand: Demand, roles: Sequence[Role]) -> Eligible:
-    """The workers to choose from: those of the first role in ``roles`` of which a worker can take the request; without
+    """The workers to choose from: those with the first role in ``roles`` for which some worker can take the request; without
     ``roles``, of any role.
 
     Raises:

@@ -2,7 +2,7 @@
 
 A session's tokens are kept here, so a lost worker costs the cache and nothing else: the next request computes them on another.
 What the worker has cached of them is pinned there. Nobody holds the cache for ever: a session ends when it was not used for its
-time to live, the worker lets go of a pin a little later by itself, and a tenant has only so many sessions with so many tokens.
+time to live, the worker releases a pin a little later by itself, and a tenant's sessions and their tokens are limited.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_TTL = 300.0
 """Seconds."""
 _MOST_FULL = 64
-"""All tenants together have at most what so many may have."""
+"""All tenants together may have at most this many tenants' limits."""
 _PIN_OUTLASTS = 30.0
-"""Seconds by which a pin outlasts its session's time to live, if nobody takes it back."""
+"""Seconds by which a pin outlasts its session's time to live, if it is not released."""
 
 
 class Pins(Protocol):
@@ -43,7 +43,7 @@ class Pins(Protocol):
 
 
 class Counters(Protocol):
-    """Is told of each request of a session that has ended."""
+    """Called with each request of a session that has ended."""
 
     def __call__(self, prompt_tokens: int, cached_tokens: int, *, moved: bool) -> None: ...
 
@@ -169,11 +169,11 @@ class SessionStore:
         return session
 
     def close(self, tenant: str, session_id: str, field: str = "session") -> None:
-        """Ends a session and lets go of what it pins; a request under way still gets its answer. Raises as :meth:`get`."""
+        """Ends a session and releases its pins; a request under way still gets its answer. Raises as :meth:`get`."""
         self._end(self.get(tenant, session_id, field))
 
     def begin(self, tenant: str, session_id: str, model: str | None) -> OpenTurn:
-        """A request that goes on with a session.
+        """A request that continues a session.
 
         Args:
             tenant: Whose it is.
@@ -196,7 +196,7 @@ class SessionStore:
         return OpenTurn(self, session)
 
     async def stop(self) -> None:
-        """Ends what runs in the background; workers let go of pins by themselves."""
+        """Ends background tasks; workers release pins by themselves."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -45,7 +45,7 @@ def span_name(operation: str, model: str | None) -> str:
 
 
 def asked(context: RequestContext) -> dict[str, Attribute]:
-    """The attributes of a request; none tells what the prompt says."""
+    """The attributes of a request; none has the prompt's text."""
     sampling = context.sampling
     given: dict[str, Attribute | None] = {
         "gen_ai.operation.name": operation_of(context),

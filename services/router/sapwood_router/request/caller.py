@@ -14,7 +14,7 @@ from sapwood_common.tenants.tenant import Tenant, mint_salt
 class Spending:
     """What one request takes of its tenant's allowance.
 
-    A request is let in or refused as a whole. If each of its prompts had to find tokens left, a request of more than the
+    A request is accepted or refused as a whole. If each of its prompts had to find tokens left, a request of more than the
     allowance's burst could never be served: some of its prompts would be refused after others were computed.
 
     Attributes:
@@ -53,10 +53,10 @@ _LONGEST_SESSION = 128
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Attributes of a request beside what it asks for.
+    """Attributes of a request's caller.
 
     Attributes:
-        tenant: Whom its share of a busy cluster is counted to: the name of its API key; without keys, what it says itself.
+        tenant: The tenant whose share of a busy cluster it uses: the name of its API key; without keys, the name in the request.
         weight: How large that share is, relative to others'.
         cache_salt: Workers share what they cached only among requests with the same one. Made here, never by the client.
         priority: -100 to 100; larger goes first where requests wait.

@@ -100,7 +100,7 @@ class Likelihoods(Protocol):
 class TokenLogprobs:
     """Implements :class:`Likelihoods` for a token of an answer.
 
-    What is known of a prompt's tokens stays in the message that brought it: to make so many objects holds the event loop.
+    Facts about a prompt's tokens stay in the message that brought them: making an object for each would block the event loop.
     """
 
     logprob: float
@@ -181,7 +181,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         tools: The tools on offer, a JSON array in the form of OpenAI's API; "" for none.
         template_variables: Further variables for the chat template, a JSON object; "" for none.
         add_generation_prompt: Whether to end with the opening of the assistant's turn; None: unless a message is continued.
-        continue_final_message: Whether the answer goes on with the last turn.
+        continue_final_message: Whether the answer continues the last turn.
     """
 
     turns: tuple[Turn, ...]
@@ -226,7 +226,7 @@ class FieldNames:
         template_variables: The full name of further variables for the chat template.
         stop: The full name of the stop strings.
         turns: The full name of each of a conversation's turns; empty: they are the items of ``prompt``.
-        tool: Prefix of what is said of a tool within it: ``function.`` or empty.
+        tool: Prefix of the field names of a tool: ``function.`` or empty.
         parameters: The name of a tool's parameters within that.
     """
 
@@ -296,13 +296,13 @@ class RequestContext(msgspec.Struct):
         truncation: How a long prompt is cut; None: it is not.
         bad_words: Words that the answer does not hold; they become tokens of ``sampling`` (prepare).
         output: How tokens become output: what the client asked for, then what the model needs (prepare).
-        whole: The answer is told in one piece, at its end.
+        whole: Whether the answer is sent in one piece, at its end.
         detokenize: Whether there is to be text; else the answer is token ids alone.
         grammar: What the text must match.
         tool_choice: Which calls there must be.
         parallel_tool_calls: Whether there may be several calls.
-        session: What it goes on with; None: nothing.
-        notice: What the client is told beside its answer; empty: nothing (prepare).
+        session: The session that it continues; None: none.
+        notice: A notice for the client in addition to its answer; empty: none (prepare).
         compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
         fields: How the client spells them.
         deadline: On the event loop's clock.

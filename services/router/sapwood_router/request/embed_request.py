@@ -1,4 +1,4 @@
-"""What a client wants embedded or classified, and what it gets."""
+"""A request for embeddings or classification, and its answer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class EmbedRequest:
         pooling: "mean", "last", "cls"; None for the model's own.
         normalize: Whether each vector is to have length 1; None for the worker's default.
         dimensions: How many numbers the client expects; None does not care.
-        max_tokens: Longer inputs are cut to so many; -1: to what the context holds; None: as the model's files say.
+        max_tokens: Longer inputs are cut to this many tokens; -1: to the context; None: to the length in the model's files.
         prompt_name: The prompt of the model's files that goes before each text; "": none; None: the files' default.
         deadline: On the event loop's clock.
         caller: Who asks.
@@ -83,7 +83,7 @@ class EmbedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The vectors, one for each input, and what they cost; ``labels``: whose logits they are, if something was classified."""
+    """The vectors, one for each input, and the usage; ``labels``: for a classification, the labels of the logits."""
 
     model: str
     vectors: list[Sequence[float]]

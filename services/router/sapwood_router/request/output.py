@@ -148,7 +148,7 @@ class OutputStream(ABC):
         """How many tokens the output so far stands for."""
         self._tokens_taken = 0
         self._fresh = False
-        """Whether there is output that nobody has taken."""
+        """Whether there is output that has not been taken."""
         self._ended = False
         self._error: SapwoodError | None = None
         self._listener: Callable[[], None] | None = None

@@ -29,7 +29,7 @@ def are_tokens(values: Sequence[Any]) -> bool:
 
 
 def gather(token_ids: Sequence[int]) -> list[int]:
-    """A message's tokens, of which there are not very many."""
+    """A message's tokens; there are not very many."""
     return [*token_ids[:]]  # a message's own iterator takes twice as long as a slice of it
 
 

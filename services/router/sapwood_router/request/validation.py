@@ -18,11 +18,11 @@ tokenized, hashed, sent and kept."""
 _MOST_TOOLS = 1024 * 1024
 """Characters of a conversation's tools: the tokenizer reads them for each answer, and compiles them where a call must come."""
 _MOST_VARIABLES = 2 * 1024 * 1024
-"""Characters of what a chat template is told beside the conversation, which the tokenizer parses in one piece."""
+"""The most characters of a chat template's arguments besides the conversation; the tokenizer parses them without a pause."""
 _MOST_ARGUMENTS = 1024 * 1024
 """Characters of a call's arguments: the tokenizer parses them, in one piece, for the model's template."""
 _MOST_GRAMMAR = 2 * 1024 * 1024
-"""Characters of a grammar: the tokenizer takes half as many unless it is told otherwise, and they go to it in one piece."""
+"""The most characters of a grammar: the tokenizer's default limit is half of it, and a grammar is sent in one message."""
 _CHARACTERS_A_TOKEN, _CHARACTERS_A_TURN = 4, 32
 _UINT32 = 2**32
 
@@ -40,7 +40,7 @@ def extent(prompt: Prompt) -> int:
 
 def check_together(contexts: Sequence[RequestContext]) -> None:
     """Refuses a request whose prompts, or a grammar and what else goes with each of them, are long and continued so often that
-    they come to more than any one could. A prompt whose log probabilities are told counts once more for each alternative.
+    they come to more than any one could. A prompt with log probabilities counts once more for each alternative.
     """
     if len(contexts) == 1:
         return
@@ -168,7 +168,7 @@ def check_tokens_only(prompt: Prompt, stop: tuple[str, ...]) -> None:
 
 
 def check_session(context: RequestContext) -> None:
-    """Refuses what a request that goes on with a session cannot have."""
+    """Refuses fields that a request that continues a session cannot have."""
     prompt = context.prompt
     if isinstance(prompt, ChatPrompt):
         raise InvalidArgumentError("a session goes on with text or tokens, not with messages", field="session")

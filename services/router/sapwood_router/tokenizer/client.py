@@ -35,7 +35,7 @@ from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
 from sapwood_text.vocabulary import TokenTable, Vocabulary
 
 LARGE = 1024 * 1024
-"""Characters of a request's texts from which on it is one of these."""
+"""A request with at least this many characters of text is one of these."""
 _MOST_WAITING = 2
 
 _Waiters = deque[asyncio.Future[None]]
@@ -170,14 +170,14 @@ AnswerT = TypeVar("AnswerT")
 
 
 class SharedAnswers(Generic[AnswerT]):
-    """One call for all that ask the same at the same time. A caller that is cancelled takes the call from nobody else."""
+    """One call for all that ask the same at the same time. If one caller is cancelled, the call continues for the others."""
 
     def __init__(self) -> None:
         self._calls: dict[Hashable, asyncio.Task[AnswerT]] = {}
         self._waiting: dict[Hashable, int] = {}
 
     async def get(self, key: Hashable, ask: Callable[[], Coroutine[Any, Any, AnswerT]]) -> AnswerT:
-        """The answer to what ``key`` stands for; raises what ``ask`` does, which is called only if nobody waits for it."""
+        """The answer for ``key``; calls ``ask`` only if no other caller waits for the same answer, and raises its errors."""
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = asyncio.get_running_loop().create_task(ask())
@@ -324,7 +324,7 @@ class TokenizerClient:
             text: The text.
             request_id: For the service's log.
             deadline: On the event loop's clock.
-            cache_salt: Whose it is: the service shares what it keeps only under the same one.
+            cache_salt: The caller's salt: the service shares cached results only under the same salt.
             stint: Whose turns the pieces of long work have; None: one of its own.
             add_special: Whether the model's own special tokens are added.
             most_tokens: Says how many a long text may have; the service refuses one that has more.
@@ -356,7 +356,7 @@ class TokenizerClient:
         add_special: bool = True,
         most_tokens: MostTokens | None = None,
     ) -> list[TokenIds]:
-        """The tokens of several texts; arguments, and what it raises, as of :meth:`encode_text`.
+        """The tokens of several texts; arguments and errors are those of :meth:`encode_text`.
 
         Args:
             bare: No special tokens are added, nor read out of the text.
@@ -383,7 +383,7 @@ class TokenizerClient:
         *,
         most_tokens: MostTokens | None = None,
     ) -> EncodedGap:
-        """The tokens of a prompt with a suffix; arguments as of :meth:`encode_text`.
+        """The tokens of a prompt with a suffix; arguments are those of :meth:`encode_text`.
 
         Raises:
             InvalidArgumentError: The model fills no gaps; the field is ``suffix``.
@@ -411,8 +411,8 @@ class TokenizerClient:
         *,
         most_tokens: MostTokens | None = None,
     ) -> EncodedChat:
-        """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn; arguments, and
-        what it raises, as of :meth:`encode_text`.
+        """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn; arguments and
+        errors are those of :meth:`encode_text`.
         """
         size = (
             len(prompt.tools) + len(prompt.template_variables) + sum(len(turn.content or "") for turn in prompt.turns)
@@ -468,7 +468,7 @@ class TokenizerClient:
     async def compile_grammar(
         self, request: tokenizer_pb2.CompileGrammarRequest, request_id: str, deadline: float
     ) -> CompiledGrammar:
-        """The grammar of an output, as workers take it. The service keeps what it compiled.
+        """The grammar of an output, as workers take it. The service keeps compiled grammars.
 
         It is asked once for those choices of a request that ask at the same time. They have one deadline; requests that clients
         gave the same id may have others.
@@ -577,7 +577,7 @@ class TokenizerClient:
                 return Vocabulary(table, part.size, special)
 
     def forget(self) -> None:
-        """The service may have been replaced: what it said of itself holds no longer."""
+        """The service may have been replaced: its old description is no longer valid."""
         self._info = None
 
     async def _tokenize(
@@ -663,7 +663,7 @@ def _sequences(answer: tokenizer_pb2.TokenizeResponse, count: int) -> Sequence[c
 
 
 def _check_part(part: tokenizer_pb2.GetVocabularyResponse, before: int, room: int) -> None:
-    """Refuses a part of a vocabulary that does not fit what it says of itself, or would go on for ever."""
+    """Refuses a part of a vocabulary that contradicts its own description, or would never end."""
     if not 0 < part.size <= _MOST_TOKENS:
         raise _wrong(f"a vocabulary of {part.size} tokens")
     if not 0 < len(part.lengths) <= part.size - before:

@@ -1,4 +1,4 @@
-"""One process of the tokenizer service: its channel, its health, and what it has under way."""
+"""One process of the tokenizer service: its channel, its health, and its calls under way."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ class TokenizerReplica:
         problem: What is known of it.
 
     Attributes:
-        channel: To it; closed by whoever made this.
-        encodings: Encodes prompts; run and finished by whoever made this.
+        channel: The channel to it; the creator of this object closes it.
+        encodings: Encodes prompts; the creator of this object runs and finishes it.
 
     Raises:
         ConfigError: The TLS files are of no use.

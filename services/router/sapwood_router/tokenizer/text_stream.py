@@ -31,7 +31,7 @@ class TextStream(OutputStream):
 
     Args:
         vocabulary: The model's tokens.
-        decoded: Makes events of them; used by nobody else.
+        decoded: Turns them into events; no other object uses it.
         share: The time in which much is decoded, between other work of the event loop.
         whole: The output is taken in one piece, at its end.
         eager: Whether even then each token is decoded as it comes, because it may end the output.

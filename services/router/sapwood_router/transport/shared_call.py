@@ -1,7 +1,7 @@
 """One bidirectional call that many requests share.
 
-A message costs much more CPU than what is in it. So all that is to be sent goes out in one message, when everything that is ready
-was handled; what comes while the connection is busy goes out in the next.
+A message costs much more CPU than what is in it. So all pending data is sent in one message, after all ready events were
+handled; data that arrives while the connection is busy is sent in the next message.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class LibraryHere(Library):
     """Encodes in this process, on the thread that asks.
 
     Args:
-        tokenizer: The tokenizer; neither it nor what it is made of may be changed any more.
+        tokenizer: The tokenizer; neither it nor its parts may be changed any more.
 
     Raises:
         ConfigError: The tokenizer does more to a text than put tokens around it after encoding it.
@@ -103,7 +103,7 @@ class BatchEncoder:
     """Encodes batches. Thread-safe.
 
     Args:
-        tokenizer: The tokenizer; neither it nor what it is made of may be changed any more.
+        tokenizer: The tokenizer; neither it nor its parts may be changed any more.
         parts: Ids of parts of texts (L1).
         library: Encodes; None: this process does.
 

@@ -78,7 +78,7 @@ class EncodeCache(Generic[K]):
             return found[0]
 
     def put(self, key: K, text: str, ids: array[int]) -> None:
-        """Keeps ids, which nobody may change any more.
+        """Keeps ids; no code may change them any more.
 
         Args:
             key: Holds ``text`` and possibly more.

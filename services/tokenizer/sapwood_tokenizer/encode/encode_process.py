@@ -1,5 +1,5 @@
-"""The process that encodes for tokenizers whose time nobody knows: ``python -P -m sapwood_tokenizer.encode.encode_process``, of a
-``ChildPool``.
+"""The process that encodes for tokenizers with unknown running time: ``python -P -m sapwood_tokenizer.encode.encode_process``, of
+a ``ChildPool``.
 
 The settings are a ``tokenizer.json``. The greeting is JSON: the tokens before and after a text, and the pair template; or
 ``error``. A question is JSON: texts, whether special tokens are parsed, whether offsets are wanted. An answer is ``+`` and JSON:

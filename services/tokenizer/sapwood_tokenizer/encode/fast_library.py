@@ -63,7 +63,7 @@ class FastLibrary(Library):
     """Encodes with fastokens as soon as it has proved itself. Thread-safe.
 
     Args:
-        tokenizer: The tokenizer; neither it nor what it is made of may be changed any more.
+        tokenizer: The tokenizer; neither it nor its parts may be changed any more.
         origin: Where the tokenizer comes from, for the log.
         at_once: Whether to load fastokens now, and to fail if it cannot be used.
 

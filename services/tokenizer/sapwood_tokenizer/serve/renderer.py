@@ -26,7 +26,7 @@ _SLICE_SECONDS = 0.05
 _MEMORY_BYTES = 512 * 1024 * 1024
 _PROBE_SECONDS = 5.0
 _GRACE = 0.25
-"""Seconds that a rendering which nobody waits for any more may continue: mostly it ends, and its process is used again."""
+"""Seconds that a rendering may continue after its caller has left: mostly it ends, and its process is used again."""
 _TOO_MANY = "too many conversations take long to render"
 
 

@@ -74,7 +74,7 @@ def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
     """The file or folder that ``--model`` names, fetched if it is of the hub: a model, a vocabulary file or a folder with one.
 
     Raises:
-        ConfigError: There is no such file or folder, or it cannot be fetched; the message says what to do.
+        ConfigError: The file or folder does not exist, or cannot be fetched; the message says what to do.
     """
     path = Path(model).expanduser()
     if path.is_dir() or (path.suffix in _VOCABULARY_SUFFIXES and path.is_file()):

@@ -1,4 +1,4 @@
-"""What the worker's child processes do when they start and when they fail."""
+"""Start-up and failure handling of the worker's child processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Task(NamedTuple):
-    """What the front wants of a process.
+    """The task that the front gives to a process.
 
     Attributes:
         config: The worker's configuration.

@@ -40,7 +40,7 @@ LEAST_GAIN = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What becomes of a layer's experts at once.
+    """The changes to a layer's experts in one step.
 
     Attributes:
         adds: Experts, and the ranks that get them.
@@ -61,7 +61,7 @@ class Change:
 
 
 def rank_loads(loads: Loads, places: Places) -> Loads:
-    """What each rank computes, [R]. O(E * R).
+    """How many tokens each rank computes, [R]. O(E * R).
 
     Args:
         loads: [E]: the tokens of each expert.
@@ -72,7 +72,7 @@ def rank_loads(loads: Loads, places: Places) -> Loads:
 
 
 def balance(loads: Loads) -> float:
-    """What ranks have on average, divided by what the busiest has. 1: all have the same. 0: there is nothing."""
+    """The average number of tokens of the ranks, divided by that of the busiest. 1: all have the same. 0: there are no tokens."""
     return float(loads.mean() / loads.max()) if loads.any() else 0.0
 
 
@@ -163,7 +163,7 @@ class _Options:
         self._copies = places.sum(1)
         share, more, fewer = (loads / np.maximum(self._copies + step, 1) for step in (0, 1, -1))
         self._share = share
-        # What a copy more, or one given up, adds to the ranks that have the expert anyway.
+        # How the load of an expert's other ranks changes with one more copy, or one copy less.
         self._copied, self._dropped = ((each - share)[:, None] * places for each in (more, fewer))
         self._more, self._fewer = more, fewer
 
@@ -195,7 +195,8 @@ class _Options:
                 yield copied[:, None] + back, _Kind(busy, other, moved, given, keeps=True, swaps=True)
 
     def _given_up(self, experts: npt.NDArray[np.intp], rank: Loads) -> Loads:
-        """What is added if a rank, by its unit vector, gives up its copy of one of these experts: [experts, R]."""
+        """The change of the ranks' loads if a rank, given as a unit vector, gives up its copy of one of these experts: [experts,
+        R]."""
         result: Loads = self._dropped[experts] - self._fewer[experts, None] * rank
         return result
 
@@ -210,7 +211,7 @@ EVEN = 0.97
 
 
 class ExpertBalancer:
-    """Knows which expert is in which slot of each layer, and what the experts have got lately.
+    """Knows which expert is in which slot of each layer, and how many tokens the experts have got lately.
 
     Args:
         ranks: That the experts are on.
@@ -233,7 +234,8 @@ class ExpertBalancer:
 
     @property
     def rank_balance(self) -> float:
-        """What a layer's ranks have got on average lately, divided by what the busiest has; the mean over layers with tokens."""
+        """The average number of tokens of a layer's ranks lately, divided by that of the busiest; the mean over layers with
+        tokens."""
         found = [self._balance(layer) for layer in range(len(self.slots)) if self._recent[layer].any()]
         return sum(found) / max(len(found), 1)
 
@@ -314,7 +316,7 @@ class ExpertWatch(Observer):
     not waited for.
 
     Args:
-        ask: Asks for the tokens that each expert of each layer has got; what it returns waits for them.
+        ask: Asks how many tokens each expert of each layer has got; it returns a function that waits for the numbers.
         clock: Gives seconds.
         balancer: Moves experts between ranks by what is seen; None: ranks have no whole experts.
         exchanged: Maps the number of tokens that experts got to the bytes that ranks have sent each other.

@@ -41,7 +41,7 @@ class LoadedRunner(TieredRunner, Protocol):
         """Bytes of rows and of their experts' sums that ranks with whole experts have given each other since the start.
 
         Args:
-            tokens: What all experts of all layers have got by then.
+            tokens: How many tokens all experts of all layers had got at that time.
         """
         ...
 

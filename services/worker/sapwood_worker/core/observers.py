@@ -1,4 +1,4 @@
-"""What sees the scheduler process's loop at work without taking part in it: clocks, counters and the watchdog."""
+"""Observers of the scheduler process's loop: clocks, counters and the watchdog. They do not take part in its work."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class StageLog(Observer):
         self._begins.clear()
 
 
-# What is written down when a step fails: the last steps and the shapes of what they computed. Never tokens.
+# The report of a failed step: the last steps and the shapes of their inputs. Never tokens.
 
 
 KEPT_STEPS = 16
@@ -281,7 +281,7 @@ class CrashDump(Observer):
 
 
 def _shape_of(step: PlannedStep) -> dict[str, Any]:
-    """What a step computes, or each rank's part of it, but for the tokens."""
+    """The shape of a step, or of each rank's part of it, without the tokens."""
     if step.parts:
         return {"ranks": [_shape_of(part) for part in step.parts]}
     arrays: dict[str, np.ndarray[Any, Any]] = {

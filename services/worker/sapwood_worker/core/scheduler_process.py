@@ -126,7 +126,7 @@ def _speculate(config: WorkerConfig) -> SpeculateName:
 
 
 def build_grammars(config: WorkerConfig, runner: LoadedRunner) -> GrammarBackend | None:
-    """What makes the states of requests with a grammar, unless the runner has no vocabulary."""
+    """Makes the grammar backend, unless the runner has no vocabulary."""
     if runner.vocabulary is None:
         return None
     info = runner.info
@@ -226,7 +226,7 @@ def main() -> int:
 
 
 def _observers(config: WorkerConfig, runner: LoadedRunner, watchdog: Watchdog) -> list[Observer]:
-    """What sees each round of the loop."""
+    """The observers of each round of the loop."""
     observers: list[Observer] = [watchdog, StepClock()]
     if runner.experts is not None:
         balancer = (

@@ -75,7 +75,7 @@ class TieredRunner(Runner, Protocol):
     host_pool: HostPool | None
 
     def cache_identity(self) -> str:
-        """What a page's content depends on besides its tokens, other than the page size."""
+        """Everything that a page's content depends on besides its tokens and the page size."""
         ...
 
     def own_pool(self) -> OwnPool | None:
@@ -100,7 +100,8 @@ class Tiering:
         cache: The tiers as the scheduler knows them.
         caches: The same alone.
         opener: Attaches and detaches stores.
-        fingerprint: What pages hold besides tokens, for who pairs workers; empty: it has had no role that needs it.
+        fingerprint: A hash of everything besides tokens that pages depend on, used to pair workers; empty: no role has needed it
+            yet.
 
     Raises:
         ConfigError: ``--storage`` is not a store's URL, or ``--kv-transfer-port`` cannot be listened on.
@@ -185,7 +186,7 @@ class Tiering:
         return ""
 
     def _take_role(self, role: Role) -> None:
-        """Makes what the role needs. What an earlier one needed stays: tickets that were given are still good.
+        """Makes the objects that the role needs. Objects of an earlier role stay, so that its tickets are still valid.
 
         Raises:
             ConfigError: Pages cannot be handed off from here.
@@ -283,7 +284,7 @@ def _build_leases(
 def _build_takeover(
     config: WorkerConfig, runner: TieredRunner, cache: HierarchicalCache, pool: HostPool, fingerprint: bytes
 ) -> TransferReceiver:
-    """What takes prompts over; into the device's pages too, where the backend can fill them."""
+    """Makes the receiver of KV transfers; it also reads into device pages, if the backend can fill them."""
     tls, share = _page_tls(config), config.kv_transfer.share
     executor, own = ThreadExecutor(READS), _own_pool(config, runner)
     backend = _BACKENDS[config.kv_transfer.backend](tls, pool) if own is None else CudaIpcBackend(tls, own)
@@ -305,7 +306,7 @@ def _own_pool(config: WorkerConfig, runner: TieredRunner) -> OwnPool | None:
 
 
 def _on_gpu(config: WorkerConfig, made: Callable[[], T | None]) -> T | None:
-    """What CUDA IPC needs; None where it cannot be had, and is not named.
+    """The objects that CUDA IPC needs; None if it is not available and not named in the configuration.
 
     Raises:
         ConfigError: It cannot be had.
@@ -329,7 +330,7 @@ def _page_tls(config: WorkerConfig) -> PageTls | None:
 
 
 def page_fingerprint(runner: TieredRunner, pool: HostPool) -> bytes:
-    """What a page holds besides its tokens: equal only for workers that can use each other's."""
+    """A hash of everything besides tokens that pages depend on: equal only for workers that can use each other's pages."""
     return bytes.fromhex(handoff_namespace(runner.cache_identity(), runner.info.page_size, pool.object_bytes))
 
 
@@ -381,7 +382,7 @@ class HostGround:
         self._backend = backend
 
     def writable(self, entries: Sequence[HostPage]) -> bool:
-        """Always: nothing that uses a host page lets go of it before it has ended."""
+        """Always true: every user of a host page keeps it until the use has ended."""
         return True
 
     def read(self, ticket: HandoffTicket, indices: Sequence[int], entries: Sequence[HostPage]) -> list[bool]:

@@ -87,7 +87,7 @@ def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> 
 
 
 def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> Iterator[list[int]]:
-    """The token ids of each input, cut where the model's files say so; of thousands each is made as it is asked for.
+    """Yields the token ids of each input, cut if the model's files say so; each is made only when it is needed.
 
     Raises:
         InvalidArgumentError: One of them cannot be embedded; names ``inputs``.
@@ -166,7 +166,7 @@ def from_pooling(info: ModelInfo) -> worker_pb2.Pooling:
 
 
 def from_activation(info: ModelInfo) -> worker_pb2.Activation:
-    """What makes scores of the logits of the model's head."""
+    """The function that turns the head's logits into scores."""
     return worker_pb2.ACTIVATION_UNSPECIFIED if info.labels is None else _ACTIVATION[info.labels.activation]
 
 
@@ -245,7 +245,7 @@ def _from_ticket(given: worker_pb2.HandoffTicket) -> HandoffTicket:
 
 
 def to_role(role: worker_pb2.WorkerRole) -> Role:
-    """What a worker is to be for. Raises InvalidArgumentError: that is not said."""
+    """The worker's new role. Raises InvalidArgumentError if the message names none."""
     found = next((name for name, value in _ROLE.items() if value == role), None)
     if found is None:
         raise InvalidArgumentError("role is missing or unknown", field="role")

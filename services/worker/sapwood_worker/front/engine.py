@@ -63,7 +63,7 @@ class Engine:
     Args:
         send: Hands a message to the scheduler process; never blocks.
         observer: Told what happens.
-        role: What the worker does of a request.
+        role: Which part of a request the worker computes.
         max_waiting: Requests that the scheduler lets wait.
     """
 
@@ -79,7 +79,7 @@ class Engine:
         """All roles that the worker has had, the present one last."""
         self._changing_role = asyncio.Lock()
         self.page_fingerprint = b""
-        """What pages hold besides tokens, once a role that the worker got while it ran needed it."""
+        """A hash of everything besides tokens that pages depend on; set when a role that the worker got at run time needs it."""
         self._observer = observer
         self._serials = itertools.count()
         # By serial: the generation, and the index of its continuation.
@@ -95,7 +95,7 @@ class Engine:
         self.kv_events = KvEventStream()
         """What is cached, on any rank."""
         self.rank_kv_events: list[KvEventStream] = []
-        """With data-parallel attention, what each rank caches; empty if nobody asks (:meth:`cache_streams`)."""
+        """With data-parallel attention, the cache events of each rank; empty if no subscriber asks (:meth:`cache_streams`)."""
         self.load = Load()
         """The load after the last step."""
         self.experts = ExpertLoad()
@@ -179,7 +179,7 @@ class Engine:
         self._send(KeepHandoffs(list(renewed), list(released)))
 
     def announce(self, pages: AnnouncePages) -> None:
-        """Has pages read that another worker keeps for a request which is likely to come."""
+        """Begins to read pages that another worker keeps for a request that will probably come."""
         self._send(pages)
 
     def abort(self, request_id: str) -> bool:
@@ -358,7 +358,7 @@ def _continued(sampling: SamplingParams, index: int) -> SamplingParams:
 
 
 class _Continuation:
-    """What the reader has not taken of one continuation yet; ``last`` is its latest output, None when all is taken."""
+    """The outputs of one continuation that the reader has not taken yet; ``last`` is the latest one, None when all are taken."""
 
     __slots__ = ("finished", "last", "logprobs", "prompt_logprobs", "ticket", "tokens")
 
@@ -383,7 +383,7 @@ class _Continuation:
             self.ticket = output.ticket if before is None else before.joined(output.ticket)
 
     def merged(self, index: int) -> RequestOutput:
-        """What was added since the last call, as one; there must be something."""
+        """The outputs added since the last call, merged into one; there must be some."""
         last = self.last
         assert last is not None
         reason: FinishReason | None = last.finish_reason
@@ -476,7 +476,7 @@ class Generation:
         return output
 
     def close(self) -> None:
-        """Ends the call, wherever it stands; does nothing if it has ended. What was not read is dropped."""
+        """Ends the call in any state; does nothing if it has ended. Unread outputs are dropped."""
         self._ready.clear()
         for continuation in self._continuations:
             continuation.drop()

@@ -259,7 +259,7 @@ class Subscribers:
         self._authenticator.configure_curve(domain="*", location=str(keys / _CLIENTS))
 
     def guard(self, socket: Any) -> None:
-        """Has a socket ask for keys, before it is bound."""
+        """Makes a socket require keys, before it is bound."""
         socket.setsockopt(zmq.MAXMSGSIZE, _MOST_QUESTION)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         if self._pair is not None:
@@ -336,7 +336,8 @@ class ReplayServer:
         return any(sent)
 
     def _make_room(self, before: float) -> None:
-        """Has those that read nothing since ``before`` wait again, for the rest of their answers; where many wait, for none."""
+        """Puts subscribers that have read nothing since ``before`` back into the queue, with the rest of their answers; if many
+        wait, without it."""
         for client in [each for each, since in self._blocked.items() if since <= before]:
             del self._running[client], self._blocked[client]
             *_, number, _ = self._unsent.pop(client)
@@ -404,7 +405,7 @@ class Way:
         listener: The port, listening.
         inside: The Unix socket that ZeroMQ's is bound to.
         most_of_address: Connections of an address at a time.
-        guests: What closes a connection -> its address, the oldest first.
+        guests: For each connection, the function that closes it and its address, the oldest first.
     """
 
     listener: socket.socket

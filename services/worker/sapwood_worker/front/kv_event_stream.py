@@ -31,7 +31,7 @@ SNAPSHOT_BLOCKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """What one scheduler step changed, or a part of a snapshot.
+    """The cache changes of one scheduler step, or a part of a snapshot.
 
     Attributes:
         epoch: The start of the scheduler that holds the cache.

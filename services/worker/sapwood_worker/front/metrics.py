@@ -1,4 +1,4 @@
-"""The worker's metrics, and what is measured and traced of each generation."""
+"""The worker's metrics, and the measurements and traces of each generation."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def _by_expert(tokens: tuple[int, ...]) -> list[tuple[tuple[str], float]]:
     return [*found, (("others",), float(others))] if others else found
 
 
-# What the front measures and traces of each generation: time in the queue, to the first token, and to the end.
+# The front's measurements and traces of each generation: time in the queue, to the first token, and to the end.
 
 
 @dataclass(slots=True)

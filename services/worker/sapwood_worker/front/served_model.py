@@ -1,4 +1,4 @@
-"""The model that a worker serves, and what it says of it."""
+"""The model that a worker serves, and its description for routers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RequestGrammars:
 
 
 class ServedModel(NamedTuple):
-    """What is served: its public name, facts about the model, the scheduler's start (epoch), and a compiler of grammars."""
+    """The served model: its public name, its facts, the scheduler's epoch, and a compiler of grammars."""
 
     name: str
     info: ModelInfo
@@ -91,7 +91,8 @@ def to_model_info(model: ServedModel, role: Role, page_fingerprint: bytes) -> wo
     Args:
         model: The model.
         role: The worker's role now.
-        page_fingerprint: What pages hold besides tokens; empty: as the model's facts say, which may not know either.
+        page_fingerprint: A hash of everything besides tokens that pages depend on; empty: the model's facts have it, if it is
+            known.
     """
     info = model.info
     defaults: dict[str, Any] = {**info.sampling_defaults}

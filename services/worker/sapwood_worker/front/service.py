@@ -277,7 +277,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         raise UnavailableError("this worker is shutting down", retry_after=1.0)
 
     async def kv_batches(self) -> AsyncGenerator[KvEventBatch]:
-        """What is cached, as a snapshot, and each change of it; ends when the worker drains."""
+        """Yields a snapshot of the cache and then each change; ends when the worker drains."""
         batches = self._engine.kv_events.subscribe()
         draining = asyncio.ensure_future(self._draining.wait())
         upcoming: asyncio.Future[KvEventBatch] | None = None

@@ -341,7 +341,8 @@ class Session:
         self._wake.set()
 
     async def _take(self, request: worker_pb2.SessionRequest) -> None:
-        """Does what a message asks for, a part of it a turn: one may hold thousands of requests and millions of ids."""
+        """Carries out a message in parts, one part in each turn of the event loop: a message may hold thousands of requests and
+        millions of ids."""
         for announcement in request.announced_handoffs:  # first: the request for which they are read may be here, too
             if (pages := to_announced(announcement, self._engine.roles)) is not None:
                 self._engine.announce(pages)
@@ -425,7 +426,7 @@ class Session:
         response.loop_lag_ms = int(liveness.lag.recent * 1000)
 
     def _add_output(self, response: worker_pb2.SessionResponse, stream_id: int, stream: SessionStream) -> int:
-        """Puts what a stream has into a message; returns its size as it counts beside others'."""
+        """Puts a stream's outputs into a message; returns the size that counts towards the message's limit."""
         size, error = 0, stream.error
         if error is None:
             try:

@@ -31,7 +31,7 @@ class ErrorDetails(msgspec.Struct):
 
 
 class ThreadsError(errors.InvalidArgumentError):
-    """A request that goes on with a thread: its client then sends the whole conversation."""
+    """A request that continues a thread: its client then sends the whole conversation."""
 
 
 class Error(msgspec.Struct):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 SIGNATURE = "unsigned"
-"""What signs thinking: nobody checks it, but some clients send thinking back only if it is signed."""
+"""The signature of thinking: no server checks it, but some clients send thinking back only if it is signed."""
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 

@@ -272,7 +272,7 @@ def to_load(load: Load) -> worker_pb2.LoadReport:
 
 
 def to_session(session: Session, workers: WorkerNames) -> router_pb2.SessionState:
-    """What is told of a session."""
+    """The public description of a session."""
     return router_pb2.SessionState(
         id=session.session_id,
         model=session.model,

@@ -67,7 +67,7 @@ def to_worker_status(worker: WorkerState, workers: WorkerNames) -> router_pb2.Wo
 
 
 def to_explanation(explanation: Explanation) -> router_pb2.ExplainRouteResponse:
-    """A choice and what it was made from, as a message."""
+    """A choice of workers and the facts behind it, as a message."""
     response = router_pb2.ExplainRouteResponse(
         chosen=explanation.chosen,
         reason=explanation.reason,

@@ -54,7 +54,7 @@ WORKER_KEY = "x-sapwood-worker"
 RESUMPTIONS_KEY = "x-sapwood-resumptions"
 """Trailing metadata: how often the stream went on, on another worker, because one was lost."""
 NOTICE_KEY = "x-sapwood-notice"
-"""Trailing metadata: what the client is told beside its answer, if there is something."""
+"""Trailing metadata: notices for the client in addition to its answer, if there are any."""
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -85,7 +85,7 @@ class _CallClient(Client):
     def write(self, delta: Delta) -> bool:
         response = to_response(delta)
         if self._untold is not None and delta.index == 0:
-            # They are the worker's messages still, of which there may be very many.
+            # They are still the worker's messages; there may be very many.
             response.prompt_logprobs.extend(cast(Any, self._untold.prompt_logprobs))
             self._untold = None
         self._call.write_now(response)

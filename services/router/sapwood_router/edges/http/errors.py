@@ -1,4 +1,4 @@
-"""Errors as clients are told them: OpenAI's way, unless an API has its own."""
+"""Errors as clients get them: in OpenAI's format, unless an API has its own."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Exchange:
 
     Args:
         request: As it came.
-        dialect: How its errors are told.
+        dialect: The format of its errors.
         log: Keeps what was left out of any request.
         path: What its route is found by; None: as it came.
         workers: Names workers for clients.

@@ -8,7 +8,7 @@ from sapwood_common.errors import InvalidArgumentError
 
 _MOST_STRINGS, _MOST_NESTED = 65_536, 16_384
 """The most strings of a body, keys included, and the most arrays and objects together. Without these bounds a body of 16 MB would
-keep the event loop for half a second, and then whoever checks what is in it; it would take 400 MB.
+block the event loop for half a second, and the checks of its content for longer; it would take 400 MB.
 """
 SMALL = 2 * _MOST_NESTED
 """Bytes: a smaller body cannot have too many."""
@@ -17,8 +17,8 @@ _MANY_STRINGS, _MANY_NESTED = 8_192, 1_024
 _BATCH, _BESIDE, _MOST_VALUES = 262_144, 65_536, 1_310_720
 """Values of a body that are taken whatever models there are; those beside the tokens of one prompt; and the most of any body."""
 _MOST_SIGNS, _MOST_ESCAPES = 262_144, 1_048_576
-"""The most pairs of quotes, and brackets, those in texts counted: a text with as many is longer than any context. And the most
-backslashes where texts have to be told from the rest.
+"""The most pairs of quotes, and brackets, those in texts counted: a text with as many is longer than any context. The most
+backslashes in a body whose texts must be told apart from the rest.
 """
 _MOST_CHARACTERS_ESCAPED = 1_048_576
 """The most ``\\u`` of a body, in texts or not: a million pairs of surrogates take 37 ms to parse in one piece."""
@@ -39,7 +39,7 @@ def check_size(body: bytes) -> bool:
     """Refuses a body with too many values. What stands in texts does not count, unless that alone is too much.
 
     Returns:
-        Whether it may have so many that they take long. There what stands in texts does count.
+        Whether the body may have too many to read quickly. There what stands in texts does count.
 
     Raises:
         InvalidArgumentError: It has far too many.

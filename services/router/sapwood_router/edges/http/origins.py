@@ -112,7 +112,7 @@ def check_content_type(headers: Mapping[bytes, bytes]) -> None:
     """Lets JSON through, and what says nothing. Pages may send other types without asking first.
 
     Raises:
-        HttpError: The body is said to be something else, or packed: 415.
+        HttpError: The body has another content type, or is compressed: 415.
     """
     coding = headers.get(b"content-encoding", b"identity").strip().lower()
     if coding not in (b"", b"identity"):

@@ -90,8 +90,8 @@ class ChunkReader:
 
 
 _LARGE = 128 * 1024
-"""Bytes from which on they have memory of their own. malloc would put them wherever earlier requests left room between other
-things, and what is freed there stays this process's until it is trimmed.
+"""Bodies of at least this many bytes have memory of their own. malloc would put them wherever earlier requests left room between
+other things, and what is freed there stays this process's until it is trimmed.
 """
 
 
@@ -104,7 +104,7 @@ class GrowingBytes:
         self.size = 0
         self._small = bytearray()
         self._map: mmap.mmap | None = None
-        """Pages that nobody wrote to take no memory."""
+        """Pages that were never written take no memory."""
 
     def add(self, part: bytes) -> None:
         """Adds to them. Not after :meth:`view`."""
@@ -254,16 +254,17 @@ class Body:
 
     @property
     def whole(self) -> bytes:
-        """What has come of it while somebody waits for it. To be sliced, and dropped once there is an :attr:`error`."""
+        """The part of the body that has arrived, while a reader waits for it. To be sliced, and dropped once there is an
+        :attr:`error`."""
         return b"" if self._whole is None else self._whole.view()
 
     def drop(self) -> None:
-        """What has come and what still comes is for nobody."""
+        """Drops the rest of the body: no reader wants it."""
         self._dropped = True
         self._parts = []
 
     def fail(self, error: SapwoodError) -> None:
-        """Gives it up: anybody who waits for it is told."""
+        """Abandons the body: its waiting reader gets an error."""
         if self.error is not None or (self.complete and self._waiter is None):
             return
         self.error = error

@@ -24,7 +24,7 @@ from sapwood_router.edges.http1.request import Request
 logger = logging.getLogger(__name__)
 
 _MOST_DROPPED = 64 * 1024
-"""Bytes of a body nobody asked for that are read so that the connection can go on; for more it is closed."""
+"""The most bytes of an unwanted body that are read to keep the connection; for a larger one the connection is closed."""
 _MOST_LINGERED = 256 * 1024
 """Bytes that are read after the last answer: with some of them unread, the kernel would take the answer back."""
 _MOST_REFUSED = 32 * 1024 * 1024
@@ -330,7 +330,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             switch()
 
     def _check_pace(self, before: int) -> None:
-        """Gives a body up of which less than it should has come since it was ``before`` bytes."""
+        """Abandons a body that has grown too slowly since it had ``before`` bytes."""
         request = self._request
         if request is None or request.body.complete:
             return
@@ -362,7 +362,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _linger(self) -> None:
         """After the last answer. What the client still sends is read and dropped for a while, or the kernel would take the answer
-        back. Over TLS the client is always waited for: what it has sent may not be decrypted yet.
+        back. Over TLS this always waits for the client: its data may not be decrypted yet.
         """
         request, self._request = self._request, None
         sent_on = len(self._data) - self._at > len(_END_OF_LINE)

@@ -8,7 +8,7 @@ from sapwood_net.pacing.body_memory import BodyMemory, HeldBody
 from sapwood_net.pacing.timer import Timer
 
 LIGHT = 4 * 1024
-"""Up to so many bytes that wait on a connection are not counted."""
+"""Up to this many waiting bytes of a connection are not counted."""
 _ENCRYPTED = 24 * 1024
 """What a connection over TLS takes itself, which counts where its bytes do."""
 _SLOW_SECONDS = 1.0
@@ -16,10 +16,10 @@ _SLOW_SECONDS = 1.0
 
 
 class HeldBytes:
-    """Counts what a client has sent ahead, if that is much, and what it is slow to read.
+    """Counts the bytes that a client has sent ahead, if they are many, and those that it is slow to read.
 
     Args:
-        bodies: The memory of all connections. The one that holds the most of too much is told to fail.
+        bodies: The memory of all connections. If all hold too much, the connection that holds the most is made to fail.
 
     Attributes:
         encrypted: Whether the connection is over TLS.
@@ -38,7 +38,7 @@ class HeldBytes:
         self._slow = Timer()
 
     def weigh(self, connection: HeldBody, waiting: int) -> None:
-        """Counts again, with so many bytes sent ahead; the connection may have failed afterwards."""
+        """Counts again, with this many bytes sent ahead; the connection may have failed afterwards."""
         self._waiting = waiting
         held = self._unread
         if waiting > LIGHT:

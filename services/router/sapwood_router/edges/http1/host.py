@@ -1,4 +1,4 @@
-"""What connections share, and what they may."""
+"""The shared state and the limits of connections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ConnectionLimits:
         body_seconds: In each such time ``body_bytes`` of a body that is waited for must come, or the rest of it.
         body_bytes: See there.
         linger_seconds: After a last answer, for the client to read it and leave.
-        flush_seconds: A client that reads nothing for as long loses what it was sent.
+        flush_seconds: A client that reads nothing for this long loses the data sent to it.
         held_seconds: For which the connection of a client that broke a rule is held (:class:`Tarpit`).
     """
 
@@ -76,7 +76,7 @@ class ConnectionHost(Protocol):
     tarpit: Tarpit
     """Keeps connections whose clients broke a rule until they end."""
     input: memoryview
-    """What is read goes there first, whoever sent it."""
+    """Every read goes into this buffer first, for all connections."""
     stopping: bool
 
     def rank(self, headers: Headers) -> Rank:

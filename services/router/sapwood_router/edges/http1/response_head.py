@@ -21,7 +21,7 @@ _MOST_OF_VALUE = 4096
 
 
 def _fit(value: bytes) -> bytes:
-    """A value as a header can have it: no end of line in it, whoever it came from."""
+    """A value that is safe in a header: any end of line is removed."""
     return re.sub(rb"[^ -~]", b"?", value[:_MOST_OF_VALUE])
 
 

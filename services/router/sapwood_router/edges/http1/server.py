@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = 620.0
 """Seconds that an idle connection stays open: longer than those in front keep it (AWS's load balancers 60, Google's 600, Go's
-client 90). Whoever closes first loses the request that the other is just sending."""
+client 90). The side that closes first loses a request that the other side is just sending."""
 
 _INPUT_BYTES = 64 * 1024
 _STOP_SECONDS = 1.0
@@ -46,7 +46,7 @@ class HttpServer:
         host: Address to listen on.
         port: 0 takes a free one.
         rank: Which of the requests that come at once begin first, by their headers.
-        tls: Certificate, key and the clients' CA, taken up anew when the files change; None is plain text.
+        tls: Certificate, key and the clients' CA, read again when the files change; None is plain text.
         bodies: What bodies hold together while they are received.
         most_connections: Beyond it, the one that has been idle the longest makes room; if none is idle, the new one is closed.
         limits: Each connection's limits.

@@ -39,12 +39,12 @@ class Annotator:
         stint: Whose turns the pieces have, where there are many tokens to tell of.
         echo: Whether each choice begins with its prompt.
         prompt_only: Whether it ends there: what was generated, for there must be something, is dropped.
-        tells_prompt: Whether the prompts' own probabilities are told beside the answers.
+        tells_prompt: Whether answers include the log probabilities of the prompts.
 
     Attributes:
         silent: Whether deltas after each choice's first are left as they are, but for the last.
         note: The ``logprobs`` of the delta that was read last, in JSON; None: there are none. Who writes them takes them.
-        prompt_note: What is told of that delta's prompt, where it is its choice's first.
+        prompt_note: The data about the prompt, if the delta is the first of its choice.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Annotator:
         return writer.take()
 
     async def prompt_logprobs(self, index: int) -> Any:
-        """Those of a choice's prompt once it has begun, in JSON; None if they are not told.
+        """The log probabilities of a choice's prompt once it has begun, in JSON; None if they are not wanted.
 
         Raises:
             SapwoodError: As :meth:`annotate`.
@@ -124,7 +124,7 @@ class Annotator:
         return delta.token_ids[: delta.text_tokens], [*delta.logprobs[: delta.text_tokens]]
 
     async def _prompt_text(self, context: RequestContext) -> str:
-        """The prompt's text; of token ids, what they say where a model writes them."""
+        """The prompt's text; for token ids, the text that they stand for."""
         prompt = context.prompt
         assert not isinstance(prompt, ChatPrompt), "chats are not echoed"
         if isinstance(prompt, TextPrompt):

@@ -110,7 +110,7 @@ class CompletionChunks:
         return usage_object(usages, self._continuations)
 
     def _opening(self, index: int, prompt_logprobs: bytes) -> bytes:
-        """What precedes a choice's first text: a chunk with the ``prompt_logprobs`` in JSON, if they are told."""
+        """The chunk before a choice's first text: it has the ``prompt_logprobs`` in JSON, if they are wanted."""
         if not prompt_logprobs:
             return b""
         written = self._written(index, Delta(Output(), []))

@@ -24,7 +24,7 @@ _WIDER: dict[str, dict[str, Any]] = {
     "seed": {"type": "integer"},
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number"}},
 }
-"""Sampling settings of which HTTP takes more than the workers do."""
+"""Sampling settings for which HTTP accepts a wider range than the workers."""
 
 
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``/v1/responses``: answers, keeps what it answered, and gives it out again."""
+"""``/v1/responses``: answers, keeps the answers, and returns them later."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class ResponsesApi:
             await exchange.send_events(events.begin() + events.fail(error), last=True)
 
     async def _conversation(self, exchange: Exchange, request: ResponsesRequest) -> tuple[Conversation, Conversation]:
-        """All that the model is to read, and what of it is the request's own.
+        """All items that the model reads, and which of them are the request's own.
 
         Raises:
             SapwoodError: It has what is not understood, or refers to what is not kept.
@@ -495,7 +495,7 @@ def _truncation(request: ResponsesRequest) -> Truncation | None:
 
 
 def _logprobs_of(request: ResponsesRequest) -> int | None:
-    """How many alternatives are told beside each token of the text; None: no token is told."""
+    """How many alternatives are reported for each token of the text; None: no token is reported."""
     top = request.top_logprobs
     if top is not None and not 0 <= top <= MOST_LOGPROBS:
         raise InvalidArgumentError(f"top_logprobs must be in 0..{MOST_LOGPROBS}, got {top}", field="top_logprobs")

@@ -40,7 +40,7 @@ class ResponseEvents:
         begun: Makes the response as it is before its first item.
         ended: Makes it as it is at its end, of its items: its status, and all of it in JSON.
         failed: Makes it as it is where it fails.
-        logprobs: Has read each delta before it comes here; None: none are told.
+        logprobs: Reads each delta before this object does; None: log probabilities are not wanted.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ResponseEvents:
 
 
 class StreamDialect(OpenAIDialect):
-    """Errors as of any of OpenAI's APIs, but within a stream.
+    """Errors in OpenAI's format, within a stream.
 
     Args:
         events: The stream's.

@@ -202,7 +202,7 @@ def _text(content: str | list[Part] | None, path: str) -> str:
 
 
 def turn_of(output: Output) -> Turn:
-    """An answer as the turn that a later request goes on from."""
+    """An answer as the turn that a later request continues."""
     calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in output.tool_calls)
     return Turn("assistant", output.text or None, tool_calls=calls, reasoning=output.reasoning or None)
 
@@ -218,7 +218,7 @@ class ItemMaker:
         self._secret = secret
 
     def reasoning(self, index: int, text: str | None, status: str) -> dict[str, Any]:
-        """The item with this index; of a text that is None nothing is told yet."""
+        """The item with this index; a text of None is not sent yet."""
         content = [] if text is None else [reasoning_part(text)]
         return {"id": self._id("rs", index), "type": "reasoning", "summary": [], "content": content, "status": status}
 

@@ -1,6 +1,6 @@
 """``logprobs`` of a message: those of its text's tokens, not of what is reasoned before it, nor of calls after it.
 
-A delta may have the end of the reasoning, the text after it and tokens of which nothing is shown yet, and nothing says which is
+A delta may have the end of the reasoning, the text after it, and tokens whose text is not shown yet, and nothing marks which is
 which. So the text is looked for in what the tokens say, which it is a part of.
 """
 
@@ -33,7 +33,7 @@ class TextLogprobs:
         self._context = context
         self._telling = telling
         self._ids: list[int] = []
-        """Tokens of which nothing was shown yet, or that were no text."""
+        """Tokens whose text was not shown yet, or that have no text."""
         self._logprobs: list[TokenLogprobs] = []
         self._found = JsonList()
 

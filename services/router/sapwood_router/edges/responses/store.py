@@ -1,4 +1,4 @@
-"""Responses that are kept, for who asks for them again or goes on from them; in memory, and no more than so many."""
+"""Keeps a limited number of responses in memory, for clients that ask for them again or continue them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sapwood_router.request.context import Turn
 _OVERHEAD = 4096
 """Bytes that count for each response beside its texts."""
 _MOST_TURNS = 32_768
-"""Turns of a conversation, earlier responses included: no tokenizer takes more fields, and all are looked at in one piece."""
+"""The most turns of a conversation, including earlier responses: no tokenizer takes more fields, and the router checks all turns
+without a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class StoredResponse:
     Attributes:
         response_id: Its id.
         body: The response as JSON.
-        turns: What was asked and answered, without what it goes on from.
-        previous: The id of the response that it goes on from.
+        turns: The questions and answers of this response, without those that it continues.
+        previous: The id of the response that it continues.
         input_bytes: How long the request was.
         items: What was asked, as a list of items in JSON.
         done: Whether it is the whole answer.
@@ -112,7 +113,7 @@ class ResponseStore:
         """The conversation up to a response and with it; all of it counts as used.
 
         Raises:
-            NotFoundError: The response, or one that it goes on from, is not kept; the error names ``field``.
+            NotFoundError: The response, or one that it continues, is not kept; the error names ``field``.
             InvalidArgumentError: The conversation has more turns than are looked at in one piece.
         """
         chain: list[StoredResponse] = []

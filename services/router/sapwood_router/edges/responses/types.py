@@ -61,7 +61,7 @@ class TextConfig(msgspec.Struct, omit_defaults=True):
 
 
 class Reasoning(msgspec.Struct):
-    """How much the model is to reason; what it reasons is told as it is, without a summary."""
+    """How much the model should reason; its reasoning is returned unchanged, without a summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None

@@ -224,7 +224,7 @@ def _named(texts: str | Sequence[str], name: str) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A score for each pair, and what they cost."""
+    """A score for each pair, and the usage."""
 
     model: str
     scores: list[float]
@@ -302,7 +302,7 @@ async def embed_all(
     caller: Caller,
     deadline: float,
 ) -> Embeddings:
-    """The vectors of texts, each of which comes with the client's name of it.
+    """The vectors of texts, each with the client's name of the text.
 
     Raises:
         SapwoodError: A text is empty or too long, there are too many, or the model makes no embeddings, or it failed.

@@ -149,7 +149,7 @@ class Control:
         await exchange.send_body(200, b'{"status":"ok"}')
 
     async def show_server(self, exchange: Exchange) -> None:
-        """Tells what SGLang's clients read of it: names, lengths, and of workers what ``/status`` shows."""
+        """Returns the facts that SGLang's clients read: names, lengths, and for workers the data of ``/status``."""
         contexts = self._pipeline.registry.context_lengths()
         first = next(iter(sorted(contexts)), "")
         told: dict[str, Any] = {

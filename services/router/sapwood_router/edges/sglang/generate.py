@@ -23,7 +23,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class MetaInfo(Told, kw_only=True):
-    """What is known of an answer; ``finish_reason`` is null while it goes on."""
+    """The metadata of an answer; ``finish_reason`` is null while it is generated."""
 
     id: str
     finish_reason: dict[str, Any] | None

@@ -19,8 +19,8 @@ from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_text.vocabulary import Vocabulary
 
 Likelihood = tuple[float | None, int, str | None]
-"""A token's log probability, its id and, if texts were asked for, its text. The first told of a prompt has no log probability,
-as with SGLang, whose clients leave it out."""
+"""A token's log probability, its id and, if texts were asked for, its text. The first reported token of a prompt has no log
+probability, as in SGLang, whose clients leave it out."""
 
 
 class LogprobsRequest(AnyRequest, kw_only=True):
@@ -36,9 +36,9 @@ class LogprobsWish(msgspec.Struct, frozen=True):
     """What is to be told.
 
     Attributes:
-        start: The first token of the prompt that is told of; -1: none is.
-        top: How many of the likeliest are told beside each token.
-        texts: Whether tokens' texts are told.
+        start: The first token of the prompt that is reported; -1: none is.
+        top: How many likeliest alternatives are reported for each token.
+        texts: Whether tokens' texts are reported.
     """
 
     start: int
@@ -51,7 +51,7 @@ class LogprobsWish(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, kw_only=True):
-    """What is told of an answer, by SGLang's names; what was not asked for is not there."""
+    """The log probabilities of an answer, by SGLang's names; fields that were not asked for are missing."""
 
     input_token_logprobs: list[Likelihood] | msgspec.UnsetType = msgspec.UNSET
     output_token_logprobs: list[Likelihood] | msgspec.UnsetType = msgspec.UNSET
@@ -60,7 +60,7 @@ class Told(msgspec.Struct, kw_only=True):
 
 
 def wish_of(request: LogprobsRequest) -> LogprobsWish | None:
-    """What a request wants told; None: nothing.
+    """The log probabilities that a request wants; None: none.
 
     Raises:
         InvalidArgumentError: A number makes no sense.

@@ -1,1 +1,1 @@
-"""The page /ui: its files, and what it is told of the fleet and of routes. Knows no gRPC and no worker."""
+"""The page /ui: its files, and its data about the fleet and routes. Knows no gRPC and no worker."""

@@ -80,7 +80,7 @@ class FleetPage:
         self._status = status
 
     async def show(self, exchange: Exchange) -> None:
-        """Sends the state as of now.
+        """Sends the present state.
 
         Raises:
             HttpError: The page is of an origin, or under a name, that may not ask: 403.

@@ -105,7 +105,7 @@ class ModelCosts:
             self._step.add(requests, seconds / tokens * (1 - prefilling))
 
     def answered(self, tokens: int) -> None:
-        """An answer of so many tokens is complete."""
+        """Notes that an answer of this many tokens is complete."""
         self._answer.add(1, tokens)
 
     @property
@@ -132,15 +132,16 @@ class ModelCosts:
         return self._prefill.at(tokens) if tokens else 0.0
 
     def handover(self, tokens: float) -> float:
-        """Seconds from a ticket to the decode worker's first token, if the worker lacks so many of the prompt's tokens."""
+        """Seconds from a ticket to the decode worker's first token, if the worker lacks this many of the prompt's tokens."""
         return self._handover.at(tokens)
 
     def generate(self, tokens: float, requests: float, prefilling: float) -> float:
-        """Seconds to generate so many tokens beside other requests, where prompts take the share ``prefilling`` of the time."""
+        """Seconds to generate this many tokens together with other requests, if prompts take the share ``prefilling`` of the
+        time."""
         return tokens * self._step.at(requests + 1) / (1 - prefilling)
 
     def crowding(self, tokens: float, requests: float) -> float:
-        """Seconds by which one more request, of so many tokens, delays the ``requests`` that run already, summed over them."""
+        """Seconds by which one more request, of this many tokens, delays the ``requests`` that run already, summed over them."""
         return tokens * requests * (self._step.at(requests + 1) - self._step.at(requests))
 
     def output_tokens(self, most: int) -> float:

@@ -2,8 +2,8 @@
 
 A request is disaggregated where the router may, and where a prefill and a decode worker can be asked. Then it makes two tries on
 purpose: a prefill worker computes the prompt and the first token and answers with a ticket for the prompt's pages; a decode
-worker gets prompt, token and ticket. To a decode worker that is a request that goes on after a loss, which brings all it needs;
-the ticket only saves it the computation. So whatever is lost on the way costs time and nothing else:
+worker gets prompt, token and ticket. For a decode worker this is like a request that continues after a loss: the request has all
+its tokens, and the ticket only saves computation. So whatever is lost on the way costs time and nothing else:
 
 - no prefill worker can be asked: the request is computed in one place;
 - the prefill worker is lost before the ticket comes: another is asked;
@@ -11,7 +11,7 @@ the ticket only saves it the computation. So whatever is lost on the way costs t
 - the decode worker is lost: another one gets the ticket, as long as its lease is renewed; else the request begins again at a
   prefill worker, with what was generated so far as part of the prompt.
 
-Roles are preferences: where nobody else can be asked, any worker serves any request whole.
+Roles are preferences: if no other worker is available, any worker serves any request whole.
 
 ``auto`` places a request as ``never`` does, by the policy among the workers of all roles, unless another way is known to cost
 less. That is the least of what the cheapest pair and the cheapest worker alone would cost (``weighing.py``; the policy then
@@ -117,7 +117,7 @@ class Disaggregation:
         self._costs = costs
 
     def costs_of(self, model: str) -> ModelCosts | None:
-        """Where a request's times are to be noted; None: nobody asks for them."""
+        """Where to note a request's times; None: they are not needed."""
         return self._costs.of(model) if self.mode == "auto" and self._registry.has_roles(model) else None
 
     def concerns(self, model: str) -> bool:
@@ -149,7 +149,7 @@ class Disaggregation:
             demand: What it asks of a worker.
             prompt: Its prompt, with what was generated before.
             max_tokens: The most that are still to be generated.
-            probe: Whether it is really made, so that it may be the one that measures anew.
+            probe: Whether the choice is really carried out, so that it may be used for a new measurement.
         """
         if self.mode == "never":
             return Decision(False, "the router does not")

@@ -2,7 +2,7 @@
 
 Until its first text nothing of an answer is sent on, so that a backend that fails before leaves no trace. After that an answer
 that is one text can go on, within what is left of the limit: a completion from prompt and text, a chat with the text as the
-assistant's last message. It is a continuation of the text, not the tokens that would have come: the text is tokenized anew, and
+assistant's last message. It is a continuation of the text, not the tokens that would have come: the text is tokenized again, and
 a seed counts from there. Other answers (calls of tools, reasoning, grammars, several choices, log probabilities) end with an
 error.
 """
@@ -33,7 +33,7 @@ class Progress:
 
     Attributes:
         tokens: Tokens of the answer so far: as backends say, or one for each chunk.
-        usage: The usage as the last backend told it, plus the tokens of earlier backends; None: it told none.
+        usage: The usage from the last backend, plus the tokens of earlier backends; None: it reported none.
         sent: Whether the client has got anything.
         ended: Whether a choice has its finish reason: all that can be missing is the usage.
     """
@@ -206,7 +206,7 @@ def _says(choice: Mapping[str, Any]) -> bool:
 
 
 def number(value: Any) -> int:
-    """A count that a backend told; 0 where it is none."""
+    """A count from a backend; 0 if it is not a number."""
     return value if isinstance(value, int) and value >= 0 else 0
 
 

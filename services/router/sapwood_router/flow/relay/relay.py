@@ -228,7 +228,7 @@ class _Relayed:
             self._watch.delta(started, tokens)
 
     def _end(self, estimate: int) -> None:
-        """Says what it took, as the backend told it; what it did not tell is estimated."""
+        """Reports the usage from the backend; missing numbers are estimated."""
         context, progress = self._context, self._progress
         prompt = estimate if progress.usage is None else number(progress.usage.get("prompt_tokens"))
         details = (progress.usage or {}).get("prompt_tokens_details")

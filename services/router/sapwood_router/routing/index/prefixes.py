@@ -58,7 +58,7 @@ class HotPrefixes:
         self._handed.reset(worker, MOST_CHAINS * MOST_PAGES)
 
     def hand_over(self, worker: str, heirs: Sequence[str]) -> None:
-        """Hands what was asked of the worker to others; with no heirs, to nobody. It has nothing to hand over then."""
+        """Gives the worker's recent prefixes to other workers; without heirs, drops them. It has nothing to hand over then."""
         chains = self._chains.pop(worker, None)
         if not chains or not heirs:
             return
@@ -141,7 +141,7 @@ class PrefixIndex:
         """The same for those of some workers that are believed to hold more than is known of them.
 
         Args:
-            told: Pages, by worker: one look at the next page tells whether there are more.
+            told: The known pages of each worker: one look at the next page shows whether there are more.
             hashes: The prompt's page hashes.
             within: Only pages used in this many seconds before now count.
         """

@@ -113,8 +113,8 @@ class Policy(Protocol):
         ...
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
-        """For each worker's address, how many of the prompt's tokens it holds and what it would cost; empty if the policy uses
-        neither. Mutates nothing.
+        """For each worker's address, its cached tokens of the prompt and the cost; empty if the policy uses neither.
+        Mutates nothing.
         """
         ...
 
@@ -128,7 +128,7 @@ class Policy(Protocol):
 
 
 class Forgetful:
-    """The part of a :class:`Policy` that remembers nothing of what it placed."""
+    """The part of a :class:`Policy` that remembers no earlier placements."""
 
     remembers = False
     reads_events = False
@@ -168,5 +168,5 @@ LoadKey = tuple[float, float]
 
 
 def load_key(view: WorkerView) -> LoadKey:
-    """Sorts workers by load: what they have to do, in prompt tokens, then work given lately, so that idle ones take turns."""
+    """Sorts workers by load: by pending work in prompt tokens, then by recently given work, so that idle ones take turns."""
     return (view.queued_tokens + REQUEST_TOKENS * view.requests, view.recent_work)

@@ -47,7 +47,7 @@ QUIET = 4096
 # hit rate as with one fixed worker a conversation, while loads stay within a few per cent of each other.
 
 MOST_HOLDERS = 6
-"""Workers it looks at for what they hold, in a large fleet."""
+"""How many workers of a large fleet it checks for cached tokens."""
 
 _EVENT_SECONDS = 5.0
 """How long a placement counts although no event has confirmed it: the prompt may wait in the worker's queue."""

@@ -1,1 +1,1 @@
-"""Servers that speak OpenAI's API over HTTP: asked, and what they answer checked. Knows neither the fleet nor clients."""
+"""Client of servers with OpenAI's API over HTTP: calls them and checks their answers. Knows neither the fleet nor clients."""

@@ -1,4 +1,4 @@
-"""Follows the leader: runs each of its steps, at the same time and in the same order, and says what came of it."""
+"""Follows the leader: runs each of its steps, at the same time and in the same order, and reports the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sapwood_worker.records.step_wire import read, read_masks
 logger = logging.getLogger(__name__)
 
 
-# What a follower tells the leader of a step.
+# A follower's report of a step to the leader.
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):
@@ -42,8 +42,8 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
         step: Its number.
         digest: A hash of the sampled tokens; if it is not equal on all ranks, one of them computes something else.
         copied: The copies between tiers that have ended there.
-        error: What the step failed with; empty: it has not.
-        output: What the rank has sampled for requests of its own; None: all ranks sample the same.
+        error: The step's error; empty: it succeeded.
+        output: The rank's sampled tokens, with data-parallel attention; None: all ranks sample the same.
         entered: Exchanges between ranks that it had entered or launched when it reported a failure.
         experts: How many tokens each expert of each of its stage's layers has got; it then reports no step but this.
     """
@@ -119,7 +119,7 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
     Args:
         runner: This rank's part of the model.
         leader: Brings steps.
-        waits: Shows whether this rank waits for the leader or its device. None: nobody looks.
+        waits: Shows whether this rank waits for the leader or its device. None: it is not shown.
 
     Raises:
         Exception: What a step failed with, here alone.

@@ -54,7 +54,7 @@ class Followers:
     Args:
         ways: The ways to them; their models are waited for.
         asynchronous: Whether steps are computed while their leader continues.
-        waits: Shows which of them the leader waits for, or that it waits for its device. None: nobody looks.
+        waits: Shows for which of them the leader waits, or that it waits for its device. None: it is not shown.
 
     Attributes:
         waits: The same, or one at which nobody looks.
@@ -138,7 +138,7 @@ class Followers:
         return asked
 
     def ask_experts(self, ranks: Sequence[int]) -> None:
-        """Asks ranks how many tokens their experts have got with the steps so far, but for those that owe an answer yet.
+        """Asks ranks how many tokens their experts have got in the steps so far; ranks that still owe an answer are not asked.
 
         Raises:
             RankLostError: One is gone.
@@ -149,7 +149,7 @@ class Followers:
                 self._asked.add(rank)
 
     def experts(self, ranks: Sequence[int], *, idle: bool) -> list[list[int]]:
-        """What ranks have answered last, one after another: for each layer the tokens of each expert.
+        """The ranks' last answers, one after another: for each layer, the tokens of each expert.
 
         Args:
             ranks: The ranks; each has answered once.
@@ -228,16 +228,16 @@ def _result(launched: LaunchedStep | Exception) -> ModelOutput:
     return launched.result()
 
 
-# What rank 0's runners have in common: they show the group as one runner, and launch each step on all ranks.
+# The common part of rank 0's runners: they show the group as one runner, and launch each step on all ranks.
 
 
 class LeadingRunner(ABC):
-    """Implements :class:`~sapwood_worker.core.loaded_runner.LoadedRunner` for rank 0, but for how a step is handed out.
+    """Implements :class:`~sapwood_worker.core.loaded_runner.LoadedRunner` for rank 0; subclasses send the steps to the ranks.
 
     Args:
         runner: This rank's part of the model.
         followers: The ways to ranks 1 and up, whose models are waited for.
-        waits: Shows for which of them this one waits; None: nobody looks.
+        waits: Shows for which of them this rank waits; None: it is not shown.
 
     Raises:
         ConfigError: A rank could not load its part of the model.
@@ -272,7 +272,7 @@ class GroupStep:
     """Implements :class:`~sapwood_worker.records.step.LaunchedStep`.
 
     Args:
-        own: What rank 0 computes of it, or has failed with.
+        own: Rank 0's part of the step, or its error.
         collect: Waits until all ranks have computed the oldest unfinished step, which this one is then.
     """
 
@@ -423,7 +423,7 @@ class _GroupCopies:
         self._failed: set[int] = set()
 
     def merge(self, reports: Sequence[CopyReport]) -> CopyReport:
-        """What has ended on all ranks by now; seconds are the slowest rank's."""
+        """The copies that have ended on all ranks; seconds are the slowest rank's."""
         for report in reports:
             self._ended.update((*report.done, *report.failed))
             self._failed.update(report.failed)
@@ -447,8 +447,9 @@ class DataParallelRunner(LeadingRunner):
     """The runner of rank 0 of ranks with requests of their own.
 
     The ranks compute a step's parts at the same time, as their layers wait for each other: a rank without a part keeps pace with
-    the others. Each samples for its own requests, and its report brings all that it has sampled. What goes into the layers that
-    all compute together is the same on all ranks, so the reports have a digest of it; no token leaves before all are equal.
+    the others. Each rank samples for its own requests, and its report has all its tokens. The input of layers that all ranks
+    compute together must be the same on all ranks, so the reports have a digest of it; no token is sent before all digests are
+    equal.
 
     Args:
         runner, followers, waits: As :class:`LeadingRunner` takes them.

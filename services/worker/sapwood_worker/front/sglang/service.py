@@ -43,7 +43,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type: ignore[misc]
-    """Implements the protocol but for LoRA, which this worker does not serve.
+    """Implements the protocol except LoRA, which this worker does not serve.
 
     Args:
         worker: The worker's own service.
@@ -218,7 +218,8 @@ class SglangService(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  # type:
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Begins with the cache as it is, whatever the subscriber has seen before, in numbers after those it has."""
+        """Begins with a snapshot of the cache, regardless of the events that the subscriber has seen; the numbers continue after
+        those."""
         block_size = self._worker.loaded().info.page_size
         number = request.start_sequence_number
         async with aclosing(self._worker.kv_batches()) as batches:

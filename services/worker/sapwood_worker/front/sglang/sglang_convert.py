@@ -81,7 +81,7 @@ class Answers:
     def __init__(self, request: sglang_scheduler_pb2.GenerateRequest, ends: frozenset[int]) -> None:
         self._request = request
         self._ends = ends
-        # By continuation, what was generated so far: the last message has all of it once more.
+        # For each continuation, the tokens generated so far: the last message repeats them all.
         self._token_ids: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {}
         self._prompt: sglang_scheduler_pb2.InputLogProbs | None = None
@@ -226,5 +226,5 @@ def _to_kv_event(event: KvEvent, block_size: int) -> common_pb2.KvCacheEvent:
 
 
 def _number(block_hash: bytes) -> int:
-    """What names a block there: the first 8 bytes of its hash."""
+    """SGLang's name of a block: the first 8 bytes of its hash."""
     return int.from_bytes(block_hash[:8], "big", signed=True)

@@ -219,7 +219,7 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """What a backend is made from.
+    """The inputs from which a backend is made.
 
     Attributes:
         needs: What the model asks.

@@ -30,7 +30,7 @@ from sapwood_worker.model.families.registry import families
 from sapwood_worker.model.families.values import ROPE_TENSORS, GgufValues
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
-# What tensors of GGUF files are called in Hugging Face checkpoints.
+# The names of GGUF tensors in Hugging Face checkpoints.
 
 
 EACH = "*"
@@ -94,7 +94,7 @@ def canonical(stored: str, names: Mapping[str, str]) -> str:
 
 
 def stored_name(ours: str, names: Mapping[str, str]) -> str:
-    """What files call a tensor; our name if they have no such tensor.
+    """The files' name of a tensor; Sapwood's name if they have no such tensor.
 
     Args:
         ours: Its name in Hugging Face checkpoints.
@@ -400,7 +400,7 @@ _PER_BLOCK = 32
 
 
 class MadeTensor(ABC):
-    """One of our tensors. Args: file: The open file; parts: What it is made of."""
+    """A tensor as the model wants it. Args: file: The open file; parts: The stored tensors that it is made of."""
 
     def __init__(self, file: GgufFile, parts: Sequence[GgufTensor]) -> None:
         self._file, self.parts = file, parts
@@ -417,7 +417,7 @@ class MadeTensor(ABC):
 
     @abstractmethod
     def read_into(self, slot: WeightSlot) -> None:
-        """Writes the slot's part of it into its target; ConfigError if it cannot be read."""
+        """Writes the slot's part of the tensor into its target; ConfigError if it cannot be read."""
 
 
 class JoinedMatrices(MadeTensor):
@@ -478,7 +478,8 @@ class JoinedMatrices(MadeTensor):
 
 
 class LatentUp(MadeTensor):
-    """What expands latent vectors: keys' [H, R, A] and values' [H, B, R] in the file -> [H (A + B), R], head after head."""
+    """The matrices that expand latent vectors: keys' [H, R, A] and values' [H, B, R] in the file -> [H (A + B), R], head after
+    head."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -504,7 +505,7 @@ class LatentUp(MadeTensor):
 
 
 def made_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, MadeTensor]]:
-    """All such tensors of a model, each with our name of it; what is missing of one is left for who loads it to name.
+    """All such tensors of a model, by Sapwood's names; a missing part is reported by the loader.
 
     Raises:
         ConfigError: The shapes of what makes up a tensor do not fit together; names the file and its parts.

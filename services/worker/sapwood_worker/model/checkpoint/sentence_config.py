@@ -49,7 +49,7 @@ _SENTENCES = KnownKeys(
     {"names, versions and what clients compute": "__version__ similarity_fn_name model_type"},
 )
 SENTENCE_FILES = (_SENTENCES, _LIMITS, _POOL)
-"""What is known of each of their files."""
+"""The known keys of each of their files."""
 _NAMES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 """Kinds of models that sentence-transformers names its file after."""
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors say of a model and its ``config.json`` does not, or says otherwise."""
+"""The facts about a model that its tensors show and its ``config.json`` omits or contradicts."""
 
 from __future__ import annotations
 

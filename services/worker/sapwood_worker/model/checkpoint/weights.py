@@ -20,7 +20,7 @@ from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlot, Wei
 BLOCK = 128
 """Rows, and columns, of a weight that share a scale where scales are for blocks."""
 
-# What follows a layer's name: of GPTQ and AWQ, compressed-tensors, and float8.
+# The suffixes after a layer's name: of GPTQ and AWQ, compressed-tensors, and float8.
 _BY_COLUMNS = ("qweight", "qzeros", "scales")
 _PACKED = ("qweight", "qzeros", "weight_zero_point")
 _SCALES = ("weight_scale", "weight_scale_inv")
@@ -42,7 +42,7 @@ class Place:
     rows: Span | None = None
 
     def part(self, shape: Sequence[int]) -> tuple[int, Span] | None:
-        """The dimension along which the stored tensor is cut and what is ours of it; None: all of it.
+        """The dimension along which the stored tensor is cut, and this rank's range; None: the whole tensor.
 
         That depends on the format, for weights, biases, scales and zeros alike: in some outputs are columns, in some a word holds
         several outputs.
@@ -98,7 +98,7 @@ def places(name: str, path: Path, stored: str, fused: FusedRows) -> Iterator[tup
 
 _DUMMY_STD = 0.02
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of slots that take numbers as they are; those of others are a format's own."""
+"""The dtypes of slots that take numbers unchanged; slots of other dtypes belong to a quantised format."""
 
 
 class WeightSource(Protocol):
@@ -113,7 +113,7 @@ class WeightSource(Protocol):
         ...
 
     def stored_name(self, name: str) -> str:
-        """What the file calls a tensor, or would call it if it had it."""
+        """The file's name of a tensor, even if the file does not have it."""
         ...
 
     def read_into(self, name: str, slot: WeightSlot) -> None:

@@ -12,7 +12,7 @@ from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.peer_all_reduce import PeerMemory
 
 _TRIAL_TRIES = 1 << 23
-"""How often signals are looked for while it is tried: some seconds, in which another rank may yet compile the kernel."""
+"""How often a trial polls for signals: some seconds, because another rank may still compile the kernel."""
 
 
 class PeerWays:
@@ -24,7 +24,7 @@ class PeerWays:
         most_rows: Rows of a rank at a time, at most.
         device: This rank's GPU, with its index.
 
-    Until :meth:`wait_forever` is called, it gives up, and is wrong, where signals do not come.
+    Until :meth:`wait_forever` is called, a call gives up with wrong results if signals do not arrive.
 
     Raises:
         RuntimeError: The ranks do not reach each other's memory.
@@ -38,7 +38,7 @@ class PeerWays:
         self.moved = self._rows.moved
 
     def wait_forever(self) -> None:
-        """Ends the trial: calls from now on wait for signals for as long as it takes."""
+        """Ends the trial: from now on calls wait for signals without limit."""
         self._tries = WAIT_FOREVER
 
     def dispatch(

@@ -122,7 +122,7 @@ class DecoderLayer(Layer, ABC):
         context: Where and how it is built.
 
     Attributes:
-        first_norm: What its input meets first; None: something else.
+        first_norm: The norm that reads its input first; None: another operation does.
     """
 
     first_norm: AnyNorm | None
@@ -161,7 +161,7 @@ class DecoderLayer(Layer, ABC):
 class DecoderModel(Layer):
     """A decoder-only language model, or a stage's part of one.
 
-    Each stage of a pipeline has some of the layers, and every stage has the head. What the last layer gives goes to all stages,
+    Each stage of a pipeline has some of the layers, and every stage has the head. The last layer's output goes to all stages,
     so that all ranks have the same logits.
 
     Args:
@@ -242,8 +242,8 @@ class DecoderModel(Layer):
         return others if self.embedding is not None else ("model.embed_tokens.", *others)
 
     def layer_size(self) -> int:
-        """Numbers of this rank's part of the layers' matrices that a token meets, however they are held: all but those of
-        embedding and head. Of its experts, an even part where all ranks have all tokens."""
+        """How many weights of this rank's layer matrices a token is multiplied with, in any format, without embedding and head.
+        Experts count in equal shares if all ranks have all tokens."""
         shapes = (each.shape for each in self.layers.modules() if isinstance(each, Linear))
         met = sum(shape.rows * shape.columns.size for shape in shapes)
         if (sparse := self.config.sparse) is not None:
@@ -309,7 +309,7 @@ class DecoderModel(Layer):
         return self.embed(token_ids) if self.link.first else self.link.receive(len(token_ids))
 
     def compute(self, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """What this stage's layers give of what :meth:`begin` returns, which they may overwrite; asks no other stage."""
+        """The output of this stage's layers for the tensor from :meth:`begin`, which they may overwrite; needs no other stage."""
         hidden = self.through(hidden, self.angles(positions), plan)
         if (aux_hidden_states := self.aux_hidden_states) is not None:
             aux_hidden_states.see(self.config.num_layers, hidden)

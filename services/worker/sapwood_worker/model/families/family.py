@@ -1,4 +1,4 @@
-"""What a family of models is: its names, layers, settings, and what it keeps of a token."""
+"""The definition of a family of models: its names, layers, settings, and its KV cache layout."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _component(config: ModelConfig, layers: tuple[int, ...], dtype: str, needed:
     return KVComponent(layers, 1, 1, config.latent.cached_dim, dtype, sharding="replicated", needed=needed)
 
 
-# What ``config.json`` says of a head that classifies.
+# The settings of ``config.json`` for a classification head.
 
 
 _BY_PROBLEM: dict[str, Literal["softmax", "sigmoid", "none"]] = {
@@ -113,7 +113,7 @@ _LLAMA_NORMS = MappingProxyType({"ffn_norm": "post_attention_layernorm"})
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """A family of decoder-only models: all that its files say of it, and what they mean.
+    """A family of decoder-only models: the settings in its files, and their meaning.
 
     Attributes:
         name: Its name in ``GetModelInfo``.
@@ -130,7 +130,7 @@ class ModelFamily:
         fused: Projections that Hugging Face checkpoints store as one tensor, by the configuration.
         skipped: How names of tensors begin that are no part of the language model.
         unread: Settings of ``config.json`` that its files may have and nothing reads, with the values that they may have.
-        kv_layout: What a token leaves in the KV cache, by the configuration, the cache's dtype and the page size.
+        kv_layout: Makes the layout of the KV cache from the configuration, the cache's dtype and the page size.
     """
 
     name: str

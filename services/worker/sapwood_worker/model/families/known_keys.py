@@ -1,4 +1,4 @@
-"""Which settings of a model's files are known: the rule is that what a file says and nobody reads is refused by its name.
+"""Which settings of a model's files are known. The rule: a setting in a file that no code reads is refused by its name.
 
 A setting of ``config.json`` is *read* if the family looked it up (``values.py`` notes it), *harmless* if it is named here or by
 the family (``ModelFamily.unread``), else refused. Files of other kinds have a list of what is read, too.
@@ -19,7 +19,7 @@ class Same:
 
     Attributes:
         key: The other one.
-        default: What that means if it is not there.
+        default: The meaning of a missing setting.
     """
 
     key: str
@@ -32,10 +32,10 @@ Allowed = tuple[Any, ...] | Same
 
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
-    """What is known of the settings of one kind of file. ``*`` in a name stands for any characters.
+    """The known settings of one kind of file. ``*`` in a name stands for any characters.
 
     Attributes:
-        file: What the file is called, for people.
+        file: The file's name, for people.
         read: The settings that are read; empty: the reader of the settings notes them.
         harmless: Settings that change no number of ours, by the reason; names with spaces between.
         limited: Settings that are harmless with some values only.
@@ -56,7 +56,7 @@ class KnownKeys:
 
         Args:
             settings: Those that are asked about.
-            limited: What is harmless with some values only, beyond the list.
+            limited: Further settings that are harmless only with some values.
             everything: All settings of the file; None: those that are asked about.
         """
         known, values = {**self.limited, **(limited or {})}, settings if everything is None else everything
@@ -76,7 +76,7 @@ def says_nothing(value: Any) -> bool:
 
 
 def refusal(where: str, refused: Mapping[str, Any]) -> str:
-    """What is said of settings that are refused.
+    """The error text for refused settings.
 
     Args:
         where: The file, perhaps with the name of the object in it.

@@ -1,4 +1,4 @@
-"""What files say of a model: the settings of ``config.json`` and of GGUF, as all families read them.
+"""The settings of ``config.json`` and of GGUF files, as all families read them.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, with each architecture's conventions as llama.cpp has them.
 """
@@ -32,10 +32,10 @@ ROPE_TENSORS = (ROPE_DIVISORS, ROPE_LONG, ROPE_SHORT)
 """Tensors that divide rotary frequencies: always, in long contexts and in short ones."""
 
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
-"""What files call the scores of experts."""
+"""The files' numbers for the score functions of experts."""
 
 
-# Settings of a file that note which of them are read, so that what nobody reads can be refused.
+# Settings of a file that note which of them are read, so that unread ones can be refused.
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Settings(Mapping[str, Any]):
         return Settings({**self._values, **changes}, self.reads, self._prefix)
 
     def over(self, defaults: Mapping[str, Any]) -> Settings:
-        """These settings, but for those that are null, over defaults."""
+        """The defaults, overridden by these settings unless they are null."""
         given = {key: value for key, value in self._values.items() if value is not None}
         return Settings({**defaults, **given}, self.reads, self._prefix)
 
@@ -107,7 +107,7 @@ class Settings(Mapping[str, Any]):
         return found
 
     def unread(self) -> dict[str, Any]:
-        """The settings that nobody has read and that say something, by their names."""
+        """The names of settings that have a value and were not read."""
         found: dict[str, Any] = {}
         for key, value in self._values.items():
             name = self._prefix + key
@@ -208,7 +208,7 @@ class GgufValues:
         return int(value)
 
     def named(self, key: str) -> str:
-        """What the file calls a setting."""
+        """The file's name of a setting."""
         return f"{self.architecture}.{key}"
 
     def llama(self, *, partly_rotated: bool = False, head_dim: int | None = None) -> ModelConfig:
@@ -260,7 +260,7 @@ class GgufValues:
         Args:
             renormalise: Whether a token's weights sum to one, where the file does not say.
             shared: The expert of all tokens.
-            sigmoid: Whether scores are sigmoids, whatever the file says.
+            sigmoid: Whether scores are sigmoids, regardless of the file.
 
         Raises:
             KeyError: A setting is missing.
@@ -468,7 +468,7 @@ class HfValues:
         return read_rope(given, theta, self.values, self.head_dim, interleaved=self.neighbours)
 
 
-# What ``rope_parameters`` of ``config.json``, or ``rope_scaling`` of older files, says of rotary position embedding.
+# Rotary position embedding, from ``rope_parameters`` of ``config.json``, or ``rope_scaling`` of older files.
 
 
 def read_rope(
@@ -482,7 +482,7 @@ def read_rope(
     """A rotary embedding.
 
     Args:
-        given: The settings of it; None: there are none.
+        given: Its settings; None: there are none.
         theta: The base if ``given`` has none.
         values: The model's settings.
         head_dim: Elements of a head.
@@ -659,7 +659,7 @@ def read_gguf_latent(values: GgufValues) -> ModelConfig:
 
 
 def _temper(rope: Mapping[str, Any]) -> float:
-    """What yarn's long contexts multiply queries and keys with."""
+    """The factor of queries and keys for yarn's long contexts."""
     factor, share = float(rope.get("factor", 1.0)), rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", rope.get("type", "default")) == "default" or factor <= 1.0 or not share:
         return 1.0

@@ -1,4 +1,4 @@
-"""What makes the states of requests with a grammar. A new backend is a function of the form ``MakeBackend`` and a line in
+"""The interface of grammar backends. A new backend is a function of the form ``MakeBackend`` and a line in
 ``registry.py``.
 """
 
@@ -22,7 +22,7 @@ from sapwood_worker.records.grammar_state import GrammarState, MaskFiller
 
 @dataclass(frozen=True, slots=True)
 class GrammarNeeds:
-    """What a backend is made from.
+    """The inputs from which a backend is made.
 
     Attributes:
         vocabulary: The model's tokens.
@@ -41,7 +41,7 @@ class GrammarBackend(Protocol):
     """Builds states for one vocabulary."""
 
     def build(self, compiled: bytes, generated: Sequence[int] = ()) -> GrammarState:
-        """A state for one request; the call is bounded in time and memory, whatever the grammar. Thread-safe.
+        """Makes the state of one request; the call is bounded in time and memory for every grammar. Thread-safe.
 
         Args:
             compiled: A serialised artefact.
@@ -55,7 +55,7 @@ class GrammarBackend(Protocol):
         ...
 
     def masks(self) -> MaskFiller:
-        """What fills the masks of a step."""
+        """Returns the object that fills the masks of a step."""
         ...
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ _LONGEST_BEGINNING = 16
 
 
 class Spellings:
-    """What tokens are spelled as, by hashes: 2 MB for 262 144 tokens, where a set takes 16 beside the bytes.
+    """The spellings of tokens, as hashes: 2 MB for 262 144 tokens, where a set would take 16 MB besides the bytes.
 
     Another text is found in it once in some 2^46 questions, and then no token is forced where one could have been.
 

@@ -80,7 +80,7 @@ class GrammarStore:
         return matcher
 
     def masks(self, threads: int | None = None) -> TokenMasks:
-        """What fills the masks of a step, in parallel.
+        """Returns the object that fills the masks of a step, in parallel.
 
         Args:
             threads: Cores that fill rows; None lets the library choose.
@@ -163,7 +163,7 @@ class GrammarMatcher:
     Args:
         engine: A matcher of this request's own, at the start of the grammar.
         released: Called once with ``engine`` when the request has ended.
-        spellings: What the tokens are spelled as.
+        spellings: The spellings of the tokens.
         words: int32 words of a mask.
     """
 

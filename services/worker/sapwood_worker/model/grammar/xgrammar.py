@@ -1,4 +1,4 @@
-"""Makes states from artefacts: their sources are compiled in a process of their own, and what comes of it is kept.
+"""Makes states from compiled grammars: sources are compiled in a separate process, and results are kept.
 
 The index of 262 144 tokens takes 0.5 s and the import of the library 5 s of a slow core; a grammar's compiled form takes up to
 some MB, so the kept ones are bounded by their bytes.
@@ -150,7 +150,7 @@ def make_xgrammar(needs: GrammarNeeds) -> XgrammarBackend:
     return backend
 
 
-# What runs in the process that compiles: the library bounds neither its time nor its memory.
+# The code of the compiling process: the library bounds neither its time nor its memory.
 _MOST_WHITESPACE = 32
 _LONGEST_MESSAGE = 400
 
@@ -165,7 +165,7 @@ def tokenizer_info(tokens: Sequence[bytes], end_token_ids: Sequence[int]) -> Any
 
 
 def start(settings: bytes) -> Callable[[bytes], bytes]:
-    """What answers a source by ``+`` and the compiled grammar, or by ``-`` and why there is none.
+    """Returns a function that answers a source with ``+`` and the compiled grammar, or with ``-`` and an error.
 
     Args:
         settings: JSON: tokens (in Latin-1), ends, special (names).
@@ -232,7 +232,7 @@ def _readable(message: str) -> str:
     return " ".join(re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", message).split())
 
 
-# What xgrammar lets through that a grammar forbids: refused by name, as it would only log a warning, or ignore it.
+# Parts of a schema that xgrammar does not enforce: refused by name, because it would only log a warning or ignore them.
 #
 # Found by generating at random from the schemas of ``tests/fixtures/json_schemas`` and validating what came.
 
@@ -391,7 +391,7 @@ class XgrammarState:
     Args:
         matcher: The library's, of this request's own, at the start of the grammar.
         end_token_ids: Those that may follow a complete text.
-        spellings: What the tokens are spelled as.
+        spellings: The spellings of the tokens.
         usable: A mask of the tokens that may ever come: the library also sets bits beyond the last.
     """
 

@@ -41,9 +41,8 @@ class ShiftedSteps:
         return replace(step, starts=step.starts - 1)
 
     def left(self, step: Step) -> npt.NDArray[np.int64]:
-        """int64 [T]: the slot in which to leave what the head makes of each token of a step that is not shifted yet.
-
-        If the step drafts, that is for the last token of each part the slot after it; for all others it is the scratch slot.
+        """int64 [T]: the slot for the head's output of each token, in a step before the shift. If the step drafts, this is the
+        slot after the last token of each part; all other tokens use the scratch slot.
         """
         slots = np.full(len(step.token_ids), self._scratch, np.int64)
         if step.samples.all():
@@ -96,7 +95,7 @@ class Head(Layer):
 
     @abstractmethod
     def layout(self, dtype: str, page_size: int) -> KVLayout:
-        """What a token leaves in its cache, in numbers of ``dtype``, by torch's name."""
+        """The layout of its cache, with numbers of ``dtype``, by torch's name."""
 
     @abstractmethod
     def mix(self, states: Tensor) -> Tensor:
@@ -104,7 +103,8 @@ class Head(Layer):
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """What it makes of each token and the features of the position before, which is the one that ``positions`` name.
+        """The head's output for each token, from the token and the features of the position before; ``positions`` name that
+        position.
 
         Args:
             token_ids: int64 [T].

@@ -50,15 +50,15 @@ class KVScales:
 
 
 class DevicePool:
-    """What every cached token left.
+    """The keys and values of every cached token.
 
-    Memory is claimed as it is touched (the tensors are not cleared), so a large pool costs nothing until it is used. What lies
-    in a slot that was never written is undefined and must not be read.
+    The system allocates memory at first use (the tensors are not cleared), so a large pool costs nothing until it is used. What
+    lies in a slot that was never written is undefined and must not be read.
 
     Args:
         layout: What a page holds.
-        num_pages: Pages of each layer, one number for all or one for each of the layout's groups. The last of each is the
-            scratch page: nobody's, written by rows that pad a batch, and read where a row of the page table names nothing.
+        num_pages: Pages of each layer, one number for all or one for each of the layout's groups. The last page of each is the
+            scratch page: no request owns it, padding rows write it, and it is read where a row of the page table names no page.
         device: Where the pool lies.
         scales: The factors of a float8 pool; None: numbers are stored as they are.
 
@@ -128,7 +128,8 @@ class DevicePool:
         self._arrivals = events
 
     def watched(self, coming_to: Callable[[int], object] | None) -> None:
-        """Has ``coming_to`` called when a layer is about to be computed, so that all before it have been queued; None: nobody."""
+        """Sets a function that is called when a layer is about to be computed, after all earlier layers have been queued; None:
+        no function."""
         self._coming_to = coming_to
 
     def await_layer(self, layer: int) -> None:
@@ -169,7 +170,7 @@ class DevicePool:
         return found, found if self.kept[layer].parts == 1 else _gather(values, rows, scales[1], dtype)
 
     def key_pages(self, layer: int) -> Tensor:
-        """A layer's keys as [num_pages, page_size, K, D], in whatever order they are stored; a view."""
+        """A view of a layer's keys as [num_pages, page_size, K, D], for any order of storage."""
         return self._slots[layer][0]
 
     def value_pages(self, layer: int) -> Tensor:

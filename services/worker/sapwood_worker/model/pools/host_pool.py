@@ -34,7 +34,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What a rank keeps of a page.
+    """A rank's part of a page.
 
     Attributes:
         start: Where its part begins in the content.
@@ -179,7 +179,7 @@ class PartsOfPages:
                 del self._of[page]
 
     def of(self, page: int) -> PageParts | None:
-        """What is filling a page now; None: nothing is, or it has not begun."""
+        """The copy that is filling a page now; None: there is none, or it has not begun."""
         return self._of.get(page)
 
 
@@ -187,7 +187,7 @@ def layer_groups(layers: Sequence[int], most: int) -> list[list[int]]:
     """Cuts layers, in the order in which they are computed, into at most this many groups, and at least two where there are two
     layers.
 
-    The last layer is alone: nothing is computed beside its copy, so that should be short.
+    The last layer is a group alone, because its copy overlaps with no computation and should be short.
     """
     *others, last = sorted(layers)
     parts = np.array_split(np.array(others), min(most - 1, len(others))) if others else []
@@ -209,7 +209,7 @@ def ranges_of(layers: Iterable[int], offsets: Mapping[int, int], sizes: Mapping[
 
 
 class SharedMemory:
-    """Memory without a name (Linux's memfd), claimed as it is used.
+    """Memory without a name (Linux's memfd), allocated at first use.
 
     Args:
         descriptor: The file that stands for it; closed with this object.
@@ -260,7 +260,7 @@ _MOST_OF_FREE = 0.9
 
 
 class HostPool:
-    """Host memory for pages, claimed as it is used.
+    """Host memory for pages, allocated at first use.
 
     Ranks that run a model together share a pool: a page's content is their parts side by side, and each copies its own.
 
@@ -280,7 +280,7 @@ class HostPool:
         buffers: uint8 [..., bytes]: where the objects are that are read and written elsewhere.
         shared: The memory, if other processes of this host find the objects in it, each in its page's record; None: they do not.
         part_bytes: Bytes of this rank's part of a page's content.
-        parts: What is there of pages that a step is filling.
+        parts: Which layers are present of pages that a step is filling.
         records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are not pages of the
             cache: the opener of a store tests and measures it with them. With an order BATCH_PAGES more follow, for objects.
     """

@@ -32,7 +32,7 @@ class PageStorer(Protocol):
         ...
 
     def layer_storer(self, copy: PageCopy) -> Callable[[Iterable[int]], None]:
-        """What copies layers of these pages, queued on the current stream: the one on which this was called."""
+        """Returns a function that queues copies of layers of these pages on the current stream of this call."""
         ...
 
 

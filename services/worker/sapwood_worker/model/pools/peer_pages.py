@@ -172,7 +172,7 @@ class OwnPool:
         self.page_bytes = sum(size for _, size, _ in layers)
 
     def export(self) -> bytes:
-        """What another process needs to read its pages.
+        """The data that another process needs to read its pages.
 
         Raises:
             RuntimeError: The driver does not export this memory.
@@ -225,7 +225,7 @@ class PeerPool:
     """Another process's device pool.
 
     Args:
-        exported: What :meth:`OwnPool.export` gave it.
+        exported: The result of :meth:`OwnPool.export`.
         memory: Opens it.
 
     Attributes:

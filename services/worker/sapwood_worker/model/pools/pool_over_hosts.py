@@ -88,7 +88,7 @@ def join_hosts(
     Args:
         rank: This rank's number.
         exchange: Gives the values of all ranks.
-        pool: What this rank serves; None: it is not one of them.
+        pool: The pool that this rank serves; None: it is not one of those ranks.
         serving: Those ranks.
         host: Rank 0's address.
 
@@ -137,7 +137,7 @@ class PoolOverHosts(HostPool):
         self.object_bytes, self.whole_bytes = order.object_bytes, whole_bytes
         self.in_place, self.shared = False, None
         self._distant, self._all_parts = distant, order
-        # For objects: those of scratch pages, those that go out, those that come in.
+        # Buffers for objects: of scratch pages, outgoing and incoming ones.
         count = SCRATCH_PAGES + BATCH_PAGES + ARRIVING_PAGES
         self.buffers = np.empty((count, record_bytes(order.object_bytes)), np.uint8)
         self._free = list(range(count - ARRIVING_PAGES, count))

@@ -202,8 +202,8 @@ class CudaTransfer:
 
     A store waits for what was launched before it, so that it reads finished KV; the computation waits for it only at a fence.
     A load goes layer by layer and records an event after each: the computation of a layer waits for that layer's event alone
-    (``DevicePool.await_layer``). What a step fills goes the other way just so, some layers at a time; these copies are launched
-    when all of the step has been, as nobody waits for them as for the step.
+    (``DevicePool.await_layer``). Pages that a step fills are copied the other way in the same manner, some layers at a time;
+    these copies are launched when all of the step has been, as nobody waits for them as for the step.
 
     Args:
         device: The device pool.

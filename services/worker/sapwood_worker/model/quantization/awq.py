@@ -16,7 +16,7 @@ from sapwood_worker.model.weight_slot import Span
 
 _EACH = 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the outputs of it stand."""
+"""The places of a word's outputs."""
 
 
 def _part(part: Part, columns: Span, stored: Stored, device: torch.device) -> GroupedPart:

@@ -1,6 +1,6 @@
 """Checkpoints of the compressed-tensors library: each module in the scheme of a group, or in none.
 
-What a layer's tensors are tells the format: ``weight_packed`` of int32 holds integers of few bits along the inputs, more by half
+A layer's tensors show the format: ``weight_packed`` of int32 holds integers of few bits along the inputs, more by half
 their range than they are; ``weight`` int8 or float8 and ``weight_scale`` are plain. Scales are for all, for each output, or for
 groups of inputs [N, G]; ``weight_zero_point`` are packed down the outputs; ``weight_g_idx`` is each input's group.
 Formats of 4-bit floats are ``fp4``'s, float8 with rounded activations ``float8``'s.

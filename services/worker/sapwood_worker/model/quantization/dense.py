@@ -14,7 +14,7 @@ from sapwood_worker.model.quantization.linear_method import Fuses, LinearShape, 
 from sapwood_worker.model.weight_slot import WeightSlots
 
 ONE_ROW = Fuses(norm=True, gate_after=True, residual=True)
-"""What the device's product of a single row fuses."""
+"""The operations that the device's product of a single row fuses."""
 
 
 class DenseMethod(TableMethod):

@@ -296,7 +296,8 @@ def _weight_only(
 
 
 def _grouped(part: Part, codes: WeightSlot, scale: str, stored: Stored) -> GroupedPart:
-    """A scale for all, for each row, for groups of a row, or for blocks; a rank reads those of all rows, and takes its own."""
+    """One scale for all, for each row, for groups of a row, or for blocks; a rank reads the scales of all rows and takes its
+    own."""
     assert codes.spans is not None
     columns, device = codes.spans[1], codes.target.device
     sizes = stored.tensors[scale].shape

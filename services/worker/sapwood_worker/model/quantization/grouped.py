@@ -48,7 +48,7 @@ class GroupedMethod(LinearMethod):
         parts: In the order of the shape's.
         dtype: The dtype of activations and bias.
         ops: The device's operations.
-        stored: What the checkpoint stores: a bias is read where it has one, even if the model's configuration names none.
+        stored: The checkpoint's contents: a bias is read if it has one, even if the model's configuration names none.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GroupedMethod(LinearMethod):
         return weights[0] if len(weights) == 1 and self._bias is None else None
 
     def _weights(self) -> list[GroupedWeight]:
-        """What the slots were filled with, which it gives away: all rows, in one weight if they are laid out alike."""
+        """The contents of the slots, which the method gives away: all rows, in one weight if they have the same layout."""
         parts, self._parts = self._parts, []
         return joined([part.weight() for part in parts])
 

@@ -28,7 +28,7 @@ from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whol
 
 
 _FEW = 64
-"""Rows up to which logits are float32; to write and read those of more would take as long as reading the weight."""
+"""Up to this many rows logits are float32; for more rows, writing and reading them would take as long as reading the weight."""
 
 
 class Int8Head(LinearMethod):

@@ -1,4 +1,4 @@
-"""What a linear layer asks of its weights, whatever format they have."""
+"""The interface of a linear layer's weights, for every format."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class Fuses:
-    """What a method computes in the same pass as the product; the layer computes the rest by itself.
+    """The operations that a method fuses with the product; the layer computes the others separately.
 
     Attributes:
         norm: An RMSNorm of the input.
@@ -91,7 +91,7 @@ class LinearMethod(ABC):
         """Readies the weights for use; called once when the slots are filled."""
 
     def grouped(self) -> GroupedWeight | None:
-        """What its slots were filled with, for one product with many layers: asked for in place of :meth:`finish`.
+        """The contents of its slots, for a grouped product of many layers: called instead of :meth:`finish`.
 
         None: it is not one weight of 4 or 8 bits, or has a bias.
         """
@@ -139,7 +139,7 @@ class TableMethod(LinearMethod):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a checkpoint says of its weights.
+    """The checkpoint's description of its weights.
 
     Attributes:
         tensors: By their Hugging Face names.
@@ -153,7 +153,7 @@ class Stored:
 
     @property
     def quant_method(self) -> str:
-        """What ``config.json`` calls the way in which weights are quantised; empty: it names none."""
+        """The quantisation method's name in ``config.json``; empty: it names none."""
         return str(self.quantization.get("quant_method") or "").lower()
 
     def unknown(self, setting: str, found: object, known: str) -> ConfigError:
@@ -179,9 +179,9 @@ class LinearFormat:
         keep: Makes the method that takes weights as the checkpoint stores them. None: no checkpoint stores them so.
         keep_table: The same for a table with a row for each token. None: tables are read in the model's dtype.
         widens: Whether checkpoints can also be read in the model's dtype where they store this format.
-        keep_expert: What ``keep`` is for an expert's projections. None: ``keep`` itself, or of a format that widens nothing.
-        quant_methods: What ``config.json`` may call the way in which weights that it keeps are quantised.
-        check: Raises ConfigError for what the configuration says of one of these beside its name and cannot be done.
+        keep_expert: Does what ``keep`` does, for an expert's projections. None: ``keep`` itself, or a format that widens nothing.
+        quant_methods: The names in ``config.json`` of the quantisation methods that it keeps.
+        check: Raises ConfigError for settings of such a method that are not supported.
     """
 
     quantise: Callable[[LinearShape, torch.dtype, DeviceOps], LinearMethod | None] | None = None

@@ -50,7 +50,7 @@ FORMATS = {
 Keep = Callable[[LinearShape, torch.dtype, DeviceOps, Stored], LinearMethod | None]
 """Makes the method of a layer as the checkpoint stores it; None: it is in another format."""
 AS_STORED = " as stored"
-"""What follows the name of a format in which a checkpoint stores weights that are kept."""
+"""The suffix after a format's name if the checkpoint's stored weights are kept."""
 
 
 class LinearMethods:
@@ -60,9 +60,10 @@ class LinearMethods:
         quantization: Name of the format in which to quantise; ``none``: not at all.
         dtype: The dtype of activations, and of weights in no format.
         ops: The device's operations.
-        stored: What the checkpoint stores; None: nothing is kept.
+        stored: The checkpoint's contents; None: no stored weights are kept.
         widen: Whether formats that a checkpoint's numbers can be read from are not kept, either.
-        dummy: What a checkpoint that there is not is taken to store of each linear layer; None: there is one, or nothing.
+        dummy: With dummy weights, the tensors that a checkpoint would store for each linear layer; None: there is a checkpoint,
+            or no format.
 
     Attributes:
         used: The formats that layers have; ``none``: the model's dtype.
@@ -123,7 +124,7 @@ class LinearMethods:
         return self._wide(shape)
 
     def dense(self, shape: LinearShape) -> DenseMethod:
-        """Weights in the model's dtype, whatever the checkpoint stores, of a layer that computes with them in ways of its own.
+        """Weights in the model's dtype, for every stored format, for a layer that computes with them in its own way.
 
         Raises:
             ConfigError: Their numbers cannot be read; names a tensor.
@@ -194,7 +195,7 @@ class LinearMethods:
                 return  # who loads it names all that is missing
 
     def rounded(self, shape: LinearShape) -> LinearMethod | None:
-        """What quantises a weight that is read in the model's dtype; None: it stays so."""
+        """The method that quantises a weight read in the model's dtype; None: the weight stays in that dtype."""
         quantised = None if self._quantise is None else self._quantise(shape, self._dtype, self._ops)
         self.used.add("none" if quantised is None else self._name)
         self.rounds_layers |= quantised is not None
@@ -227,7 +228,7 @@ class LinearMethods:
         return self._quantise_head(shape, rows, self._dtype, self._ops)
 
     def _quantised_head(self, shape: LinearShape, rows: int) -> bool:
-        """Whether a head is stored in words of codes, which no table is; its rows are those of every rank's part."""
+        """Whether a head is stored in packed codes, as no embedding table is; ``rows`` are the rows of every rank's part."""
         name, tensors = shape.parts[0].name, (self._stored or Stored()).tensors
         if rows != shape.rows:
             return False

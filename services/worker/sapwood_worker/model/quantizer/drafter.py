@@ -1,4 +1,4 @@
-"""Makes a draft model of a model, to try drafts with: its first layers, or all of it with noise.
+"""Makes a draft model from a model, for trials of drafting: its first layers, or the whole model with noise.
 
 A small model that was trained is better than a large one's first layers. Noise is a dial: the more of it, the fewer of its
 drafts are right.
@@ -75,7 +75,7 @@ def _noisy(tensor: Tensor, noise: float, generator: torch.Generator) -> Tensor:
 
 
 def _cut(config: dict[str, Any], count: int, kept: int) -> dict[str, Any]:
-    """What differs in the configuration: the number of layers, and the lists with an entry for each."""
+    """The changes in the configuration: the number of layers, and the lists with an entry for each layer."""
     lists = {name: value[:kept] for name, value in config.items() if isinstance(value, list) and len(value) == count}
     extra = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config else {}
     return {"num_hidden_layers": kept, **lists, **extra}

@@ -94,7 +94,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What became of a model.
+    """The result of quantising a model.
 
     Attributes:
         before: Perplexity of the measured text; None: there is none.
@@ -252,7 +252,7 @@ def _routers(loaded: LoadedModel) -> list[str]:
 
 
 def _copy_others(source: Path, loaded: LoadedModel, writer: CheckpointWriter, wide: set[str]) -> None:
-    """Copies what is not rounded as it is stored."""
+    """Copies the tensors that are not quantised, as they are stored."""
     rounded = {f"{name}.weight" for name in _projections(loaded) if name not in wide}
     for path in checkpoint_files(source):
         with safe_open(path, framework="pt") as file:

@@ -88,7 +88,7 @@ class Rounded:
 
     Attributes:
         tensors: As a checkpoint stores it, by what follows the layer's name; rows can be cut out of each but ``weight_shape``.
-        numbers: What they stand for, float32 [N, K].
+        numbers: The values that the codes stand for, float32 [N, K].
     """
 
     tensors: dict[str, Tensor]

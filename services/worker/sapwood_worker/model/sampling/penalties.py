@@ -102,7 +102,7 @@ class TokenCounts:
         )  # fmt: skip
 
     def add(self, tokens: Tensor, penalties: Penalties, drafts: Drafts | None = None) -> None:
-        """Counts a step's tokens, int64 [R], for the rows that have penalties; with a draft, those of them that are not -1."""
+        """Counts a step's tokens, int64 [R], for the rows that have penalties; with drafts, tokens of -1 are skipped."""
         assert self._tables is not None
         turns = (
             [penalties] if drafts is None else [penalties.select(turn, self._ops) for turn in _turns(penalties, drafts)]
@@ -140,7 +140,7 @@ def _turns(penalties: Penalties, drafts: Drafts) -> list[IntArray]:
 
 
 _ANY, _NONE = -2, -1
-"""What stands in place of a token id: the first equals every token, the second none."""
+"""Two placeholders for a token id: the first equals every token, the second equals none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class BannedSequences:
         logits.view(-1).scatter_add_(0, at.flatten(), values.flatten())
 
     def add(self, tokens: Tensor, places: Places, drafts: Drafts | None = None) -> None:
-        """Records a step's tokens, int64 [R], in rows that have sequences; with a draft, those of them that are not -1."""
+        """Records a step's tokens, int64 [R], in rows that have sequences; with drafts, tokens of -1 are skipped."""
         rows = places.rows
         if drafts is None:
             new = tokens.index_select(0, places.logits)[:, None].int()

@@ -18,12 +18,12 @@ from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.records.step import IntArray, Step
 
 _NO_DRAFT = -2
-"""What stands in place of a drafted token; neither a sampled token nor -1 has this value."""
+"""The placeholder of a draft token; neither a sampled token nor -1 has this value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What follows the R positions of S requests.
+    """The draft tokens after the R positions of S requests.
 
     Attributes:
         owner: int64 [R]: whose each position is, in 0 .. S - 1.
@@ -57,7 +57,7 @@ class Positions:
         rows: int64 [R]: rows of the page table.
         positions: int64 [R]: where the tokens to sample will be.
         parts: The S requests' indices among the step's parts.
-        drafts: What follows the positions; None: each request has one.
+        drafts: The draft tokens after the positions; None: each request has one position.
     """
 
     rows: IntArray

@@ -34,7 +34,7 @@ logits to sample from. Whatever it raises ends its request."""
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """What a processor may know of its request and the model.
+    """The facts about its request and the model that a processor may use.
 
     Attributes:
         prompt: Token ids.
@@ -81,7 +81,7 @@ class LogitProcessors:
 
         Args:
             row: The row of the page table.
-            calls: What its request asks for.
+            calls: The processors that its request asks for.
             tokens: Prompt and output so far.
             output_start: Where the output begins.
         """
@@ -105,7 +105,7 @@ class LogitProcessors:
             at: The positions that it samples.
 
         Returns:
-            What failed, by the part of the step; its logits are then NaN.
+            The errors, by the part of the step; that part's logits are then NaN.
         """
         failures: dict[int, str] = {}
         firsts = step.counts.cumsum() - step.counts

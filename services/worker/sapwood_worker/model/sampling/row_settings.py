@@ -1,6 +1,6 @@
 """The sampling settings of the page table's rows, as arrays: written when a row gets a new request, gathered in each step.
 
-So a step costs a few numpy calls however many requests it has, and whatever they ask for.
+So a step costs a few numpy calls, independent of the number of requests and their settings.
 """
 
 from __future__ import annotations

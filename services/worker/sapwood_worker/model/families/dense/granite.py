@@ -16,7 +16,7 @@ from sapwood_worker.model.layers.rotary import Angles
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
-    """What attention and MLP give is multiplied before it is added."""
+    """The outputs of attention and MLP are multiplied before they are added."""
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__(config, index, context)

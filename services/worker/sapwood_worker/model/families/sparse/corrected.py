@@ -40,7 +40,7 @@ def corrected_experts(found: HfValues, experts: str, shared: str, correction: st
         found: The settings.
         experts: Which of them is the number of experts.
         shared: Which is the number of shared ones.
-        correction: What checkpoints call what scores are corrected by.
+        correction: The checkpoints' name of the scores' correction.
     """
     values = found.values
     width, count = int(values["moe_intermediate_size"]), int(values.get(shared) or 0)

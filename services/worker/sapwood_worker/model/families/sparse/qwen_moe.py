@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3 with mixtures of experts; Qwen2's have a shared expert beside them."""
+"""Qwen2 and Qwen3 with mixtures of experts; Qwen2's also have a shared expert."""
 
 from __future__ import annotations
 

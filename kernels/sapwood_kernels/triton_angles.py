@@ -36,7 +36,7 @@ def spread_angles(table: Tensor, positions: Tensor, pairs: RotaryPairs) -> tuple
     Args:
         table: [P, R], contiguous: the cosine of each pair at each position, then the sines.
         positions: int64 [T], below P.
-        pairs: What is turned together.
+        pairs: Which numbers are rotated together.
     """
     shape = len(positions), 1, pairs.head_dim
     cos, sin = (torch.empty(shape, dtype=table.dtype, device=table.device) for _ in range(2))

@@ -23,7 +23,7 @@ _FEW_TOKENS = 64  # up to this many tokens, programs take one head each: 1.4 ins
 
 @triton.jit
 def as_stored(x, scale, SCALED: tl.constexpr):
-    """``x`` as it is written to the cache; ``scale`` is one over the cache's scale."""
+    """``x`` in the cache's format; ``scale`` is one over the cache's scale."""
     if SCALED:
         x = tl.minimum(tl.maximum(x.to(tl.float32) * scale, -_LARGEST_E4M3), _LARGEST_E4M3)
     return x
@@ -114,7 +114,7 @@ def norm_rope_store(
         num_heads: H.
         norm_weights: float32 [D] for query heads and for key heads; None: no norm.
         eps: Added to the mean square in the norms.
-        pairs: What is turned together; None: the halves of a head.
+        pairs: Which numbers are rotated together; None: the halves of a head.
 
     Returns:
         [T, H, D].

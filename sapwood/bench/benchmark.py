@@ -53,7 +53,7 @@ class Plan:
 
     Attributes:
         where: The server.
-        source: What it is asked.
+        source: The source of its requests.
         levels: The loads, one after the other. Each has prompts of its own, so that none finds those of another cached.
         sampling: How all requests are sampled.
         requests: After this many a load sends no more; None for no limit.

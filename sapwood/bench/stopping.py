@@ -1,4 +1,4 @@
-"""Work that somebody may end before its end."""
+"""Work that can be stopped before its end."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Engine:
         model: ``demo``, or what ``sapwood up --model`` takes.
         workers: How many workers share the requests, each with a model of its own.
         timeout: Seconds that each request may take; None for no limit.
-        logs: Gets the services' log lines; None: nobody does.
+        logs: Gets the services' log lines; None: the lines are dropped.
         options: Settings of the services by their names (docs/configuration.md): ``max_running=8``; with a service's name before
             it of that one only: ``router_log_level="debug"``.
 

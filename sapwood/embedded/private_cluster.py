@@ -24,7 +24,7 @@ class PrivateCluster:
         model: The model's name or path.
         workers: How many.
         options: Settings by name.
-        logs: Gets the services' lines; None: nobody does.
+        logs: Gets the services' lines; None: the lines are dropped.
 
     Attributes:
         background: The cluster.

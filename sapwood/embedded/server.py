@@ -26,7 +26,7 @@ class Server:
         host: Address that the router listens on; 0.0.0.0 for all. The other services listen on 127.0.0.1.
         port: The router's gRPC port; 0 takes a free one.
         http_port: The router's HTTP port.
-        logs: Gets the services' log lines; None: nobody does.
+        logs: Gets the services' log lines; None: the lines are dropped.
         options: Settings of the services by their names, as for :class:`~sapwood.embedded.engine.Engine`.
 
     Raises:

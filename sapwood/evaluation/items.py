@@ -18,7 +18,7 @@ class Choice:
     """A question whose answer is the likeliest of some.
 
     Attributes:
-        task: What it belongs to.
+        task: The task that it belongs to.
         prompt: The question.
         choices: The answers.
         right: Which of them is right, from 0.
@@ -40,12 +40,12 @@ class Open:
     """A question whose answer is generated.
 
     Attributes:
-        task: What it belongs to.
+        task: The task that it belongs to.
         prompt: The question.
         answers: Right answers: texts, or expressions; one of them is found in the answer.
         match: Which of the two.
-        extract: An expression; what it finds last in the answer, its first group if it has one, is compared. Empty compares the
-            whole answer.
+        extract: A regular expression; its last match in the answer (the first group, if it has one) is compared. Empty compares
+            the whole answer.
         max_tokens: The most tokens of the answer.
         stop: The answer ends before the first of these.
         example: An answer to show, where the item is an example for others.

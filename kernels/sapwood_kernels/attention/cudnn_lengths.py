@@ -46,7 +46,7 @@ def without_cudnn() -> Iterator[None]:
 
 
 def padded(rows: Tensor) -> Tensor:
-    """Queries, keys or values [T, H, D] of a whole prompt, or what they are made of, filled up with zeros, which no token before
-    them sees."""
+    """Queries, keys or values [T, H, D] of an unchunked prompt (or their inputs), padded at the end with zeros, which no earlier
+    token sees."""
     missing = rounded(len(rows)) - len(rows)
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows

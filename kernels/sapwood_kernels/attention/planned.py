@@ -77,7 +77,7 @@ class PagedKeys:
         indptr: int32 [B + 1] on the host: request i has entries ``indptr[i]`` .. ``indptr[i + 1] - 1`` of ``indices``.
         indices: int32 [sum] on the device: page ids.
         last_page_len: int32 [B] on the host: tokens in each request's last page.
-        runs: What the requests share, if that is to be read once.
+        runs: The keys that requests share, if these are read once.
     """
 
     indptr: Tensor

@@ -18,8 +18,8 @@ ITEMS = 256
 
 
 class SharedDecodeAttention(SplitDecodeAttention):
-    """Implements ``PlannedAttention`` for one token of each request, of which some share keys: ``keys.runs`` says which, of the
-    first requests. Arguments as :class:`SplitDecodeAttention`'s."""
+    """Implements ``PlannedAttention`` for one token of each request. Some of the first requests share keys: ``keys.runs`` says
+    which. Arguments as :class:`SplitDecodeAttention`'s."""
 
     def __init__(
         self, batch: int | None, indices: Tensor, shape: AttentionShape, variant: Variant, ops: DeviceOps

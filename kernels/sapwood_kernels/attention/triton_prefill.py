@@ -190,8 +190,8 @@ def prefill_attention(
         scale, window, chunked, softcap, sinks: As in ``reference.attention``.
         kv_scales: Factors of the stored keys and values.
         out: [T, H, D], contiguous: the result is written here; None: to a new tensor.
-        causal: Whether the tokens are the last ones of their request, and see what is before them; else they see all of its keys,
-            of which there is at least one, without a window.
+        causal: Whether the tokens are the last ones of their request, and see the tokens before them; else they see all of its
+            keys (at least one), without a window.
         sums: float32 [T, H]: gets the logarithms, to base 2, of the sums of weights.
 
     Returns:

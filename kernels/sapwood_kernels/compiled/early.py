@@ -24,7 +24,7 @@ class EarlyBuild:
     """Work that has been begun on a thread.
 
     Args:
-        names: What is being made, for people.
+        names: The libraries being compiled, for people.
         work: Makes it.
     """
 
@@ -59,7 +59,7 @@ class EarlyBuild:
             every: Seconds between.
 
         Raises:
-            RuntimeError: The compiler has failed; with what it said.
+            RuntimeError: The compiler has failed; the error has its output.
         """
         while self._thread.is_alive():
             self._thread.join(every)
@@ -110,7 +110,7 @@ def begin_flashinfer(
 
 
 class Library(Protocol):
-    """What is asked of FlashInfer's ``JitSpec``."""
+    """The part of FlashInfer's ``JitSpec`` that is used."""
 
     @property
     def is_aot(self) -> bool:

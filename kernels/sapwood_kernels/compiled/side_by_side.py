@@ -1,8 +1,8 @@
 """Triton's kernels, compiled by several processes before they are needed, instead of each when it is first launched.
 
-What is needed is found by a rehearsal: inside :func:`noted` nothing is launched that is not compiled yet, and what would have
-been is noted as Triton itself describes it. The processes need no GPU; they leave what they make in Triton's cache, where
-launches find it.
+A warm-up finds the needed kernels: inside :func:`noted`, kernels that are not compiled yet are not launched but noted, as Triton
+itself describes them. The processes need no GPU; they write compiled kernels to Triton's cache, where
+launches find them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def noted() -> Iterator[list[Kernel]]:
 
 
 class Compilers:
-    """Processes that are begun early, as they take seconds to import what they need.
+    """Processes that are started early, because their imports take seconds.
 
     Args:
         count: How many.

@@ -1,1 +1,1 @@
-"""Mixtures of experts: which experts a token goes to, and the sum of what they make of it."""
+"""Mixtures of experts: which experts a token goes to, and the sum of the experts' outputs."""

@@ -1,4 +1,4 @@
-"""What a row is on its way to another rank's experts: as it is, or in float8."""
+"""The form in which a row is sent to another rank's experts: unchanged, or in float8."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ _HEAD_WORDS = 2
 
 @triton.jit
 def _place(peers, rank, at, source, row, ROWS: tl.constexpr, EACH: tl.constexpr, KIND: tl.constexpr):
-    """What a rank has of a row of a source, in the part of its region that begins at ``at`` with this many bytes for each row."""
+    """A rank's copy of a source's row, in the part of the rank's region that begins at ``at`` with this many bytes for each
+    row."""
     begin = tl.load(peers + rank) + at + tl.cast(source * ROWS + row, tl.int64) * EACH
     return tl.multiple_of(begin.to(tl.pointer_type(KIND)), 16)
 

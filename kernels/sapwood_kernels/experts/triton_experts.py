@@ -50,7 +50,7 @@ def _product_kernel(
         nth = tl.arange(0, BLOCK_N)
         columns = block * BLOCK_N + nth
         inside = columns < N
-        if GATE >= 0:  # 8 gates and what they let through take turns: a tensor core's thread has both
+        if GATE >= 0:  # 8 gates and their 8 gated values alternate: a tensor core's thread has both
             active = block * (BLOCK_N // 2) + nth // 16 * 8 + nth % 8
             inside = active < N // 2
             columns = 2 * active + nth % 16 // 8 if GATE == 2 else active + nth % 16 // 8 * (N // 2)

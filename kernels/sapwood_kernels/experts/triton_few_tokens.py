@@ -99,7 +99,7 @@ def _first_kernel(
         active = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = active < N // 2
         first, second = active, active + N // 2
-        if GATE == 2:  # gates and what they let through take turns
+        if GATE == 2:  # gates and gated values alternate
             first, second = 2 * active, 2 * active + 1
         total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)

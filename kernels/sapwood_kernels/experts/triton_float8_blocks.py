@@ -46,7 +46,7 @@ def _blocks_kernel(
         nth = tl.arange(0, BLOCK_N)
         first = block * BLOCK_N
         columns = first + nth
-        if GATE >= 0:  # 8 gates and what they let through take turns: a tensor core's thread has both
+        if GATE >= 0:  # 8 gates and their 8 gated values alternate: a tensor core's thread has both
             first = block * (BLOCK_N // 2)
             columns = first + nth // 16 * 8 + nth % 8 + nth % 16 // 8 * (N // 2)
         groups: tl.constexpr = K // BLOCK

@@ -14,7 +14,7 @@ Gate = Literal["silu", "gelu_tanh"] | ClampedGate
 
 @triton.jit
 def gated(gate, up, alpha, limit, GATE: tl.constexpr):
-    """The activation of a gate, times what it lets through; GATE: 0: SiLU, 1: GELU, 2: ``ClampedGate``."""
+    """The activation of a gate, times the gated value; GATE: 0: SiLU, 1: GELU, 2: ``ClampedGate``."""
     if GATE == 2:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0

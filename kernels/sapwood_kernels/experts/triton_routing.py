@@ -250,7 +250,7 @@ def _route_kernel(
     weight = tl.zeros((BLOCK_CHOSEN,), tl.float32)
     for each in tl.static_range(CHOSEN):
         best_score, best_expert = tl.max(eligible, axis=0, return_indices=True)
-        # What is no number may be no expert's either: the last stands in.
+        # A NaN may give an invalid expert: the last expert replaces it.
         best_expert = tl.minimum(best_expert, EXPERTS - 1).to(tl.int32)
         chosen = tl.where(nth == each, best_expert, chosen)
         if CORRECTED:

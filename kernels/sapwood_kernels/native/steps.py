@@ -18,8 +18,8 @@ from sapwood_kernels.native.products import NativeLibrary
 
 # The C calls of a computation, recorded while it runs and run again without Python: ``replay.c``.
 #
-# As a CUDA graph: a run again reads and writes what the recorded one did, but for the inputs, whose addresses are named
-# anew.
+# Like a CUDA graph, a repeated run reads and writes the recorded addresses, except the inputs, whose addresses are given for
+# each run.
 
 
 # By replay.c's numbers; which of a function's arguments is its float, if one is.
@@ -184,7 +184,7 @@ def _address(argument: Any) -> int:
 
 
 def _is_view(result: Any, args: Sequence[Any]) -> bool:
-    """Whether all that an operation returned is memory of what it was given."""
+    """Whether all tensors that an operation returned lie in its inputs' memory."""
     given = {_memory(each) for each in args} - {None}
     results = result if isinstance(result, tuple | list) else [result]
     return all(_memory(each) in given for each in results)

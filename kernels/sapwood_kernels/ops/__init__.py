@@ -1,1 +1,1 @@
-"""What a device computes with: one object for each kind of device, chosen once, so that no layer asks what it runs on."""
+"""A device's operations: one object for each kind of device, chosen once, so that layers do not depend on the device."""

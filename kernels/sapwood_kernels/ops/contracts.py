@@ -1,4 +1,4 @@
-"""What the operations of a device take and give: protocols of what is called in each step, and plain values."""
+"""The types of a device's operations: protocols of the objects called in each step, and plain values."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ _WIDEST_ROW = 16384
 _ROUNDING = 0.02
 """Most that three products together may differ from another kernel's, relative to their size; bfloat16 rounds by 0.002."""
 _MANY_TOKENS = ((triton_many_tokens, DenseStack), (triton_many_float8, StoredStack))
-"""Kernels of a Hopper for experts of many tokens, and what they may take."""
+"""Kernels of a Hopper GPU for experts with many tokens, and their limits."""
 _ALL_CORES = 32768
 """Numbers from which torch has all cores copy a part, and numpy one. A step that waited for each of them took 13 to 30 ms
 while compilers had the cores."""

@@ -1,4 +1,4 @@
-"""What every device computes with, in plain torch; a kind of device overrides what it does faster."""
+"""The operations of every device, in plain torch; a kind of device overrides those that it computes faster."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class CudaSideQueue(SideQueue):
             yield
 
 
-# What a device still works on: tensors on their way to the host, and marks in its queue.
+# Pending work of a device: tensors on their way to the host, and marks in its queue.
 
 
 class HostCopies:
@@ -276,7 +276,7 @@ class DeviceOps:
         Args:
             table: [P, R], contiguous: for each position the cosine of each pair, then the sines.
             positions: Below P.
-            pairs: What is turned together.
+            pairs: Which numbers are rotated together.
         """
         cos, sin = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
         return pairs.spread(cos, sin)
@@ -300,7 +300,7 @@ class DeviceOps:
             num_kv_heads: K.
             norm: The weights of a query head's and of a key head's norm, float32 [D] each, and eps; None: no norm.
             dtype: The heads'.
-            pairs: What is turned together; None: the halves of a head.
+            pairs: Which numbers are rotated together; None: the halves of a head.
         """
         heads_norm: Callable[[Tensor], Tensor] | None = None
         if norm is not None:
@@ -444,7 +444,7 @@ class DeviceOps:
         return choose
 
     def turns(self, table: Tensor, copies: Tensor, ids: Tensor, first: int) -> Tensor:
-        """What a table has of each pair of a row and an expert, where the row's number chooses among the expert's copies.
+        """The table's entry for each pair of a row and an expert; the row's number chooses among the expert's copies.
 
         Args:
             table: int64 [E + 1, most copies].

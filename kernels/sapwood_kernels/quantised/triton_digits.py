@@ -2,8 +2,8 @@
 
 Nothing of the weight is widened: a row of inputs becomes whole numbers of 16 bits of its largest, in two digits of a byte, which
 lie as two rows, and tensor cores multiply bytes, twice as fast as bfloat16's. Sums of each digit are exact in int32; the two,
-which a thread holds side by side, make one output. So what inputs lose is 2^-16 of a row's largest, and any number of rows reads
-a weight as it is held.
+which a thread holds side by side, make one output. So inputs lose at most 2^-16 of a row's largest number, and any number of
+rows reads the weight in its stored format.
 
 Bound: up to some hundred rows one read of the weight, O(N K); from there on the products, O(T N K).
 """
@@ -112,7 +112,8 @@ class Tile(NamedTuple):
 
 
 def block_shape(count: int) -> Tile:
-    """What a program takes where there are this many rows of inputs. Measured for an 8B model's head on an H200."""
+    """The part of the weight that a program computes, for this many rows of inputs. Measured for an 8B model's head on an
+    H200."""
     if count <= 8:
         return Tile(8, 128, 256, 4, 3)
     if count <= 16:
@@ -128,8 +129,8 @@ def serves(weight: Tensor) -> bool:
 
 
 def digits_of(x: Tensor, norm: tuple[Tensor, float] | None) -> tuple[Tensor, Tensor]:
-    """Rows [T, K], normed first, in two digits: int8 [2 T, K], of which row 2 t counts 256 times as much as 2 t + 1, and what a
-    whole is worth, float32 [T]."""
+    """Rows [T, K], normed first, in two digits: int8 [2 T, K], where row 2 t counts 256 times as much as row 2 t + 1, and each
+    row's scale, float32 [T]."""
     count, width = x.shape
     digits = torch.empty(2 * count, width, dtype=torch.int8, device=x.device)
     units = torch.empty(count, dtype=torch.float32, device=x.device)

@@ -182,7 +182,7 @@ def _tensors(weight: GroupedWeight) -> tuple[Tensor, ...]:
 
 
 def _shape(weight: GroupedWeight, block_k: int) -> tuple[int, int, int, int, int, bool, bool, bool]:
-    """What the kernels know of a weight when they are compiled, from K to HAS_TABLE."""
+    """The facts about a weight that are fixed when the kernels are compiled, from K to HAS_TABLE."""
     groups = weight.scales.shape[1]
     group = max(triton.next_power_of_2(weight.columns), block_k) if groups == 1 else weight.group
     return (

@@ -150,7 +150,7 @@ def _in_place(x):
 
 @gluon.jit
 def _flat_quarters(total):
-    """What a group has of a tile [64, M]: four of its columns' quarters as :func:`_side_by_side`."""
+    """A warp group's part of a tile [64, M]: the quarters of its columns, arranged by :func:`_side_by_side`."""
     one, two, three, four = _quarters(total)
     return _side_by_side(one), _side_by_side(two), _side_by_side(three), _side_by_side(four)
 
@@ -200,7 +200,7 @@ def _multiply(
             words = coded.index(stage).slice(GROUP * 64, 64, 0).load(held_layout)
             numbers = _numbers(words, scale, zero, kind, dtype, left)
             product = warpgroup_mma(numbers, taken.index(stage).permute((1, 0)), total, is_async=True)
-            # What is being multiplied must stay in its registers until then.
+            # The operands must stay in their registers until then.
             total, numbers = warpgroup_mma_wait(0, deps=[product, numbers])
             mbarrier.arrive(free.index(stage), count=1)
             scale, zero = next_scale, next_zero
@@ -293,7 +293,7 @@ class Blocks(NamedTuple):
 
 
 def block_shape(count: int, rows: int, columns: int, processors: int) -> Blocks:
-    """What a program takes for ``count`` rows and a weight [rows, columns]. Measured for an 8B model's shapes on an H200."""
+    """The block of a program for ``count`` rows and a weight [rows, columns]. Measured for an 8B model's shapes on an H200."""
     if count <= 32:
         return Blocks(32, 12)
     if count <= 64:
@@ -334,7 +334,7 @@ def product(
         norm: An RMSNorm's weight, float32 [K], and eps.
         gate: A gated activation of the input.
         add_to: [T, N], contiguous; becomes the sum.
-        blocks: What a program takes, as :func:`block_shape` gives it.
+        blocks: The block of a program, from :func:`block_shape`.
 
     Returns:
         [T, N].

@@ -72,8 +72,8 @@ def _fill_codes(
 def _fill_inputs(
     x, out, sums, done, taken, ready, free, M, SHARE, N, STEPS, ADDS, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Inputs; after a tile's last group what programs before this one have summed of it, in two halves each, and what it is added
-    to, or nothing."""
+    """Loads inputs. After a tile's last group it loads the partial sums of earlier programs, in two halves each, and the tensor
+    to which the tile is added, if any."""
     sent: gl.constexpr = out.layout
     summed: gl.constexpr = sums.layout
     dtype: gl.constexpr = taken.dtype

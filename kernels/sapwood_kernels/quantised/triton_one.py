@@ -274,7 +274,7 @@ class Blocks(NamedTuple):
 
 
 def block_shape(rows: int, columns: int, *, gated: bool) -> Blocks | None:
-    """What a program takes; None: the inputs make no whole shares.
+    """The block of a program; None: the inputs cannot be divided into equal shares.
 
     Measured for an 8B model's shapes on an H200.
     """

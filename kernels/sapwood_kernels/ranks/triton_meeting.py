@@ -13,7 +13,7 @@ WAIT_FOREVER = (1 << 31) - 1
 
 @triton.jit
 def meet(peers, broken, rank, program, count, most, SIZE: tl.constexpr, FOREVER: tl.constexpr):
-    """Returns when this program has come to ``count`` on all ranks; what they wrote before is there."""
+    """Waits until this program has reached ``count`` on all ranks; their earlier writes are then visible."""
     ranks = tl.arange(0, triton.next_power_of_2(SIZE))  # a lane for each
     there = ranks < SIZE
     tl.debug_barrier()

@@ -2,8 +2,8 @@
 
 Each rank has a region: signals, then two slots that take turns. A program takes a piece of the rows, and meets only the programs
 of the same number on the other ranks: it copies the piece to its rank's slot, tells the others, waits for them, and reads their
-slots. One that writes into a slot for the second time knows that all have read what it wrote first, since all have come to the
-call between. Calls are counted in device memory, so that CUDA graphs continue where other calls ended. Rows may have any bits;
+slots. A rank that writes into a slot again knows that all ranks have read the old content, because all have joined the call
+between. Calls are counted in device memory, so that CUDA graphs continue where other calls ended. Rows may have any bits;
 sums are added up in the order of the ranks in float32 and rounded once, as all other sums over ranks.
 
 Bound: for few rows the time of one write to the other GPUs and one read; for many the link, which carries the other ranks' rows.
@@ -62,7 +62,7 @@ def _row_exchange_kernel(
     length = tl.maximum(tl.minimum(each, count - program * each), 0) * VECTOR
     own = _piece(peers, rank, program, slot, KIND, SIGNAL_BYTES, PIECE_BYTES, PROGRAMS)
     places = tl.arange(0, BLOCK)
-    # To be summed are rows for every rank, of which a piece has as many.
+    # Rows for every rank are summed; a piece has the same number of rows for each.
     for part in tl.static_range(SIZE if SUMS else 1):
         taken = x + tl.cast(part, tl.int64) * count * VECTOR + first
         for start in range(0, length, BLOCK):

@@ -7,8 +7,8 @@ down. So the second kernel, a program a row, draws a part by these sums, and rea
 
 A filter is a threshold on a token's weight, found without sorting: top-k's is the largest t such that k weights are at least t,
 top-p's the largest such that the weights of at least t hold the wanted mass. Non-negative float32 numbers are ordered as their
-bits are, so a search over the bits finds t exactly. It searches candidates first: all tokens at least as likely as the k-th
-likeliest part's likeliest, of which there are about as many as k. If these are too many, or hold too little of the mass, it
+bits are, so a search over the bits finds t exactly. It searches candidates first. These are all tokens at least as likely as the
+best token of the k-th best part; there are about k of them. If these are too many, or hold too little of the mass, it
 searches the whole row, eight thresholds in a pass.
 
 Bound: a row is read once; with filters twice; of a flat distribution with top-p or min-p up to 24 times. O(V) for each row.

@@ -35,7 +35,7 @@ class Asked(Protocol):
         """Sends a request and notes what comes back; failures are noted, too.
 
         Raises:
-            asyncio.CancelledError: It was cancelled; the server is told.
+            asyncio.CancelledError: The request was cancelled; it is also cancelled on the server.
         """
         ...
 

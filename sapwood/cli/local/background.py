@@ -27,7 +27,7 @@ class BackgroundCluster:
 
     Args:
         services: The services to start.
-        logs: Gets their lines; None: nobody does.
+        logs: Gets their lines; None: the lines are dropped.
     """
 
     def __init__(self, services: Services, logs: TextIO | None) -> None:

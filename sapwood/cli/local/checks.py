@@ -64,7 +64,7 @@ def check_model(services: Services) -> None:
     """Finds what the model's files and the flags alone show to be wrong, without torch; the model has to be here.
 
     Raises:
-        CliError: There is no CUDA, or attention heads cannot be split over so many ranks.
+        CliError: There is no CUDA, or attention heads cannot be split over this many ranks.
     """
     config = services.worker.config
     if config.device.startswith("cuda") and find_library("cuda") is None and not any(map(Path.exists, _CUDA)):

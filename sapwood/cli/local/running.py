@@ -1,7 +1,7 @@
 """Clusters that run on this machine: `sapwood up --detach`, `ps`, `stop` and `logs`.
 
 Each `sapwood up` keeps a record under ``SAPWOOD_HOME/run``: a JSON file of its process number, which it locks for as long as it
-runs. So a record whose lock is free is of a process that has ended, however it ended, and is removed by whoever sees it.
+runs. So a record whose lock is free belongs to a process that has ended in any way, and the next reader removes it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def running_clusters() -> list[Running]:
 
 
 def detach(words: Sequence[str]) -> int:
-    """Starts `sapwood up` in the background, and returns once it answers; what it prints until then is shown.
+    """Starts `sapwood up` in the background, and returns once it answers; its output until then is shown.
 
     Args:
         words: The command line, without ``--detach``.

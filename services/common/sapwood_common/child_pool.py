@@ -1,8 +1,8 @@
 """Child processes that answer questions and may be ended while they do: for work that a stranger's text decides.
 
 A grammar, a template or an expression of a tokenizer is a program that a stranger wrote, so the bounds of the library that runs
-it are not relied on. Each question has a process to itself. At its deadline, or when nobody waits for the answer any more, the
-process is killed, and the next question gets a new one. The operating system bounds the memory of a process.
+it are not relied on. Each question has a process to itself. At its deadline, or when no caller waits for the answer any more,
+the process is killed, and the next question gets a new one. The operating system bounds the memory of a process.
 
 Fair places. Callers are distinguished by a name, such as a tenant's cache salt. A few places are shared in slices of time: the
 next turn is for the caller who has used the least time of those that wait. A question that needs more than a slice while others
@@ -274,9 +274,9 @@ class ChildPool:
     """Asks processes questions. Lives on one event loop.
 
     Args:
-        module: What a process runs.
+        module: The module that a process runs.
         settings: The first frame to each.
-        limits: What the pool may use.
+        limits: The resource limits of the pool.
         too_many: The error's text where too many questions wait.
     """
 
@@ -323,7 +323,7 @@ class ChildPool:
         """The answer. Cancelling the call kills the process.
 
         Args:
-            question: What the process is asked.
+            question: The question for the process.
             caller: Whose question it is.
             timeout: Seconds that it may take, the wait for places included.
             progress: Filled in meanwhile.

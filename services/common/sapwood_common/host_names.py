@@ -10,7 +10,7 @@ _LOCAL = "localhost"
 
 
 def is_own_machine(host: str) -> bool:
-    """Whether a Host header, with or without port, is a name that nobody can have point elsewhere: an IP address or localhost."""
+    """Whether a Host header, with or without port, is a name that no DNS owner can redirect: an IP address or localhost."""
     name = re.sub(r":\d*$", "", host).strip("[]").lower()
     return _is_local(name) or _is_address(name)
 

@@ -22,7 +22,7 @@ _REASONS: dict[str, type[errors.SapwoodError]] = {"PROMPT_TOO_LONG": errors.Prom
 
 
 class StatusRow(NamedTuple):
-    """A class of exceptions, and what it becomes over gRPC and HTTP."""
+    """A class of exceptions, and its statuses in gRPC and HTTP."""
 
     error: type[errors.SapwoodError]
     grpc: grpc.StatusCode

@@ -39,7 +39,7 @@ async def talk(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[by
 
 
 def status_of(error: CallError) -> tuple[grpc.StatusCode, str, tuple[()]]:
-    """What a caller sees of an error."""
+    """The part of an error that a caller sees."""
     known = isinstance(error, InvalidArgumentError)
     return grpc.StatusCode.INVALID_ARGUMENT if known else grpc.StatusCode.INTERNAL, error.message, ()
 
@@ -67,7 +67,7 @@ async def serve(port: int) -> None:
 
 
 async def call(address: str, words: list[str]) -> list[str]:
-    """What the service answers to each word, over one call. Raises CallEndedError if the call ends before."""
+    """The service's answers to each word, over one call. Raises CallEndedError if the call ends before."""
     host, _, port = address.rpartition(":")
     talking = DuplexCall(address, f"/{SERVICE}/Talk", secure=False, most_bytes=MOST_BYTES)
     await asyncio.get_running_loop().create_connection(lambda: talking, host, int(port))

@@ -1,9 +1,9 @@
-"""What a call ends with: one class for each gRPC status that a service chooses. A project may derive its own from these."""
+"""The errors of a call: one class for each gRPC status that a service chooses. A project may derive its own from these."""
 
 from __future__ import annotations
 
 _MOST_TOLD = 4096
-"""Characters of a message: what it quotes came from the caller, who may have sent megabytes."""
+"""The most characters of a message: it may quote the caller, who may have sent megabytes."""
 _LONGEST_FIELD = 1024
 """Characters of a field: its last part may be a caller's key, or another service's word."""
 

@@ -144,7 +144,7 @@ class Detokenizer:
         self._tokens = 0
         self._consumed = 0
         # With stop strings, tokens count only once their characters are released. Each entry is a number of characters, and the
-        # number of tokens that count once so many are released. Tokens that wait for the same character share an entry.
+        # number of tokens that count once these characters are released. Tokens that wait for the same character share an entry.
         self._boundaries: deque[tuple[int, int]] = deque()
         self._decoded = 0
         self._released = 0

@@ -79,8 +79,8 @@ class ParsedStream:
     """Decodes and parses one stream. Nothing may be pushed after a piece with a ``stop_match`` or after :meth:`finish`.
 
     Args:
-        detokenizer: Used by nobody else.
-        parser: Used by nobody else.
+        detokenizer: No other object uses it.
+        parser: No other object uses it.
         apart: Which tokens are read one by one to see whether they are reasoning; None: all.
 
     Attributes:

@@ -12,7 +12,7 @@ from sapwood_common.packed_tokens import PackedTokens
 
 
 class TokenTable:
-    """Looks up the bytes of a token, and keeps what it found.
+    """Looks up the bytes of a token, and caches the result.
 
     Args:
         spell: Returns the bytes of an id; empty for an id that no token has.

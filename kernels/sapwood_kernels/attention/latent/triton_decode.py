@@ -95,7 +95,7 @@ def latent_decode(
     shared: SharedWork | None = None,
     values_by: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """What the absorbed queries of one token for each request sum up of cached vectors; does not wait for the device.
+    """The attention of absorbed queries, one token for each request, over cached vectors; does not wait for the device.
 
     Args:
         query: [B, H, R + E], contiguous.

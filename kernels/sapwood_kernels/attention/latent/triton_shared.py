@@ -1,7 +1,7 @@
 """Triton: decodes of several requests attend to latent vectors that all of them share; a vector is read once for many requests.
 
 As ``triton_shared``, whose items it takes: a program has a stretch of the run, a block of heads, and as many requests as fill the
-rows of its products. What it finds is a part of each request's result, with those that ``triton_decode`` reads for the
+rows of its products. Its result is a part of each request's result, joined with the part that ``triton_decode`` reads for the
 request alone. Nothing of it has been measured on a GPU yet.
 """
 

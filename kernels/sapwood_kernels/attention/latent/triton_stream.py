@@ -76,7 +76,7 @@ def _fill(
         d = gl.load(pages + own + gl.where(at + 2 < last, at + 3, 0)) * PAGE_ROWS
         rows = (a, b, c, d)
         mbarrier.wait(free.index(stage), turn // STAGES & 1 ^ 1)
-        # Once it is free, nobody needs the queries of the request before the last any more.
+        # Once it is free, the queries of the second last request are no longer needed.
         if fresh > 0:
             buffer = asked % 2
             mbarrier.expect(ready.index(stage), (64 + ROWS) * (R + 64) * 2)
@@ -282,7 +282,7 @@ def latent_stream(
     *,
     scale: float,
 ) -> Tensor:
-    """What the absorbed queries of one token for each request sum up of cached vectors; does not wait for the device.
+    """The attention of absorbed queries, one token for each request, over cached vectors; does not wait for the device.
 
     Args:
         query: [B, H, R + E], contiguous; with ``stored`` one that it :func:`serves`.

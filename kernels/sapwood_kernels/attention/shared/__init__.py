@@ -1,1 +1,1 @@
-"""Attention of requests that share the beginning of their prompt: what they share is read once."""
+"""Attention of requests that share the beginning of their prompt: shared keys are read once."""

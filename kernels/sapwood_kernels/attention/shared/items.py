@@ -43,7 +43,7 @@ def cut_runs(
     requests read them by themselves. O(requests + items).
 
     Args:
-        runs: What is shared.
+        runs: The shared runs of pages.
         page_size: Tokens in a page.
         tile: Requests of an item.
         kv_heads: Programs of an item.

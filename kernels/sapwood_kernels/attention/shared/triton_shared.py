@@ -1,7 +1,7 @@
 """Triton: decodes of several requests attend to a run of keys that all of them share; a key is read once for many requests.
 
 A program takes an item (``items``): a stretch of keys, and up to ``tile_requests`` requests, whose query heads of one
-key/value head are the rows of its products. What it finds is a part of each request's result. Other parts are those of the
+key/value head are the rows of its products. Its result is a part of each request's result. Other parts are those of the
 stretches that ``triton_decode`` reads for the request alone; its merging kernel adds them all up. The grid has a fixed number of
 items, so that it can be captured in a graph; those that are not needed end at once.
 

@@ -67,7 +67,8 @@ def tile_shapes(height: int, *, stored: bool = False) -> tuple[TileShape, TileSh
 
 
 def modelled_tiles(pairs: int, experts: int, *, stored: bool = False, filled: int = 0) -> TilePlan:
-    """Tiles for this many pairs of tokens and experts, by what an expert has on average; none of pairs of which few share one.
+    """Tiles for this many pairs of tokens and experts, by the average number of pairs for each expert; None if few pairs share an
+    expert.
 
     Args:
         pairs: Of tokens and experts.
@@ -82,7 +83,7 @@ def modelled_tiles(pairs: int, experts: int, *, stored: bool = False, filled: in
 
 
 def candidates(pairs: int, experts: int, chosen: int, *, stored: bool = False) -> dict[int, tuple[TileShape, ...]]:
-    """What is worth measuring, by height: the modelled height and its neighbours, and for few tokens each pair by itself.
+    """The tiles worth measuring, by height: the modelled height and its neighbours, and for few tokens each pair separately.
 
     Args:
         pairs: Of tokens and experts.

@@ -52,7 +52,7 @@ def tuned(
         chosen: How many a token goes to.
         measure: Times a product.
         path: The file; one that cannot be read is written again, one that cannot be written is only logged.
-        seconds: No size is begun after so many.
+        seconds: No size is begun after this many seconds.
         clock: Gives seconds.
         stored: As :class:`TileTable` has it.
     """

@@ -1,4 +1,4 @@
-"""What a client sent as JSON, as values."""
+"""Reads a client's JSON as values."""
 
 from __future__ import annotations
 

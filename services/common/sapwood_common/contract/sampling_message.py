@@ -14,7 +14,7 @@ from sapwood_common.contract.seeds import RANDOM_SEEDS, Seeds
 from sapwood_common.errors import InvalidArgumentError
 
 _MOST_PARAMETERS = 64 * 1024
-"""Characters of all that processors are told."""
+"""The most characters of all arguments to logit processors."""
 
 
 def _called(calls: Iterable[common_pb2.LogitProcessor]) -> list[dict[str, Any]]:

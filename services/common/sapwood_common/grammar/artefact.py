@@ -35,7 +35,7 @@ class GrammarArtefact:
         key: Its name: what ``GrammarSource.key`` makes of its source.
         fingerprint: The fingerprint of the vocabulary it was compiled for.
         lark: The grammar in Lark's syntax.
-        source: What it was compiled from, without the salt.
+        source: The source text, without the salt.
         current: Whether it is of this version; else only ``source`` and ``fingerprint`` are of use.
     """
 

@@ -116,7 +116,7 @@ class GrammarBuilder:
         self._walk(self._matcher(f"{_HEADER}start: %json {text}"))
 
     def check_pattern(self, pattern: str) -> str:
-        """What is wrong with a regular expression of a schema; "" if nothing."""
+        """The fault in a regular expression of a schema; "" if there is none."""
         try:
             self._matcher(f"{_HEADER}start: %json {json.dumps({'type': 'string', 'pattern': pattern})}")
         except GrammarError as error:

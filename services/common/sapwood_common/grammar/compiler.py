@@ -93,7 +93,7 @@ class GrammarCompiler:
         return (await self.compile_noting(source, timeout)).artefact
 
     async def compile_noting(self, source: GrammarSource, timeout: float | None = None) -> Compiled:
-        """The artefact, and what it does not enforce.
+        """The compiled grammar, and the parts of the source that it does not enforce.
 
         Args:
             source: What to compile.

@@ -391,7 +391,7 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
 
 
 def _resolve(reference: Any, root: dict[str, Any], otherwise: Any) -> Any:
-    """What a ``#/...`` pointer names; ``otherwise`` where it cannot be followed; the engine then says why."""
+    """The schema at a ``#/...`` pointer; ``otherwise`` if it cannot be followed; the engine then reports the reason."""
     if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
         return otherwise
     target: Any = root

@@ -1,4 +1,4 @@
-"""What a caller asks for: a grammar's kind, text and options, and the key that names its compiled form."""
+"""A caller's grammar: its kind, text and options, and the key of its compiled form."""
 
 from __future__ import annotations
 

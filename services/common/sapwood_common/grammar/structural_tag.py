@@ -209,7 +209,7 @@ class _Writer:
         return name
 
     def _nested(self, lark: str) -> str:
-        """A grammar inside: its rules are renamed so that they are nobody else's."""
+        """An inner grammar: its rules are renamed so that no other grammar has the same names."""
         prefix = self._count
         self._count += 1
         names = set(re.findall(r"^([A-Za-z_][\w-]*)\s*:", lark, re.MULTILINE))

@@ -23,7 +23,7 @@ def end_ids(found: Any, vocab_size: int, where: str) -> list[int]:
     """The ids of a setting that names one or several; what is no token of the vocabulary is dropped with a line in the log.
 
     Args:
-        found: What the file says: a number, a list of them, or nothing.
+        found: The value in the file: a number, a list of numbers, or nothing.
         vocab_size: Every id is below it.
         where: The file and the setting's name.
     """

@@ -90,7 +90,7 @@ def _answered(error: errors.HfHubHTTPError, endpoint: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it was raised for, and so on: the library raises "not in the cache" for whatever kept it from fetching."""
+    """Yields the error, its cause, and so on: the library raises "not in the cache" for every failure to fetch."""
     while error is not None:
         yield error
         error = error.__cause__

@@ -1,4 +1,4 @@
-"""Reads JSON files that come with a model. They may be damaged, or made to do harm: what they say is not trusted."""
+"""Reads JSON files that come with a model. They may be damaged or malicious: their content is not trusted."""
 
 from __future__ import annotations
 

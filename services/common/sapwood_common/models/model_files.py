@@ -67,7 +67,7 @@ def pin_model(
     may_fetch: bool = True,
     progress: Progress = unreported,
 ) -> PinnedModel:
-    """Finds the model that ``--model`` names, and fetches what of it is not on this machine.
+    """Finds the model that ``--model`` names, and fetches its missing files.
 
     Args:
         model: ``demo`` or ``demo-base``, a ``.gguf`` file, a Hugging Face directory, a name on the hub (``owner/name`` or

@@ -20,8 +20,8 @@ class PackagedModel:
     """A model file that packages carry in parts.
 
     Attributes:
-        about: What it is, in a few words.
-        hint: What a newcomer should know before the first question.
+        about: A description in a few words.
+        hint: Advice for a newcomer before the first question.
         file: Where it lies under ``SAPWOOD_HOME/models``.
         version: The version of each package.
         parts: The packages, in the order of their pieces in the file.
@@ -78,6 +78,6 @@ PACKAGED_MODELS = {
 
 
 def model_hint(name: str) -> str:
-    """What a newcomer should know of a model that clients call by this name; empty for all but packaged ones."""
+    """Advice for newcomers about the model that clients call by this name; empty for all except packaged models."""
     model = PACKAGED_MODELS.get(name)
     return "" if model is None else f"{model.about}, {model.hint}"

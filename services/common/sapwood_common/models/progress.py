@@ -10,7 +10,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def unreported(text: str, done: int, total: int) -> None:
-    """A :data:`Progress` that tells nobody."""
+    """A :data:`Progress` that shows nothing."""
 
 
 class Quarters:

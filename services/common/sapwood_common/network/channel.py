@@ -45,7 +45,7 @@ def open_channel(
     Args:
         address: The target.
         credentials: For TLS; None is plain text.
-        name: What the peer's certificate must be for; None: the target's host.
+        name: The host name in the peer's certificate; None: the target's host.
     """
     options: tuple[tuple[str, int | str], ...] = _OPTIONS
     if credentials is None:
@@ -62,10 +62,10 @@ class Dialer:
         ca: PEM file with the CAs that servers' certificates must come from; None is plain text.
         cert: PEM file with the certificate to show.
         key: PEM file with its key.
-        name: What the peers' certificates must be for; None: the host each is reached at.
+        name: The host name in the peers' certificates; None: the host at which each is reached.
 
     Attributes:
-        share: What is done with all that comes from its peers has one share of the event loop's time.
+        share: The work for all data from its peers has one share of the event loop's time.
 
     Raises:
         ConfigError: A file is missing or cannot be read; :meth:`open` and :meth:`context` raise it, too.
@@ -101,7 +101,7 @@ class Dialer:
 
     @property
     def name(self) -> str | None:
-        """What the peers' certificates must be for; None: the host each is reached at."""
+        """The host name in the peers' certificates; None: the host at which each is reached."""
         return self._name
 
 

@@ -1,7 +1,7 @@
 """TCP connections between the hosts of a group: each end shows that it knows the group's key before anything else is said.
 
-The end that listens sends 32 random bytes. The other one answers with what it has come for, 32 random bytes of its own, and an
-HMAC of all of it under the key; it gets an HMAC of the same in return, or zeros. Nothing that follows is encrypted.
+The end that listens sends 32 random bytes. The other end answers with its purpose, 32 random bytes of its own, and an HMAC of
+all of these under the key; it gets an HMAC of the same in return, or zeros. Nothing that follows is encrypted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StrangerError(Exception):
 
 
 class Purpose(NamedTuple):
-    """What a connection is for.
+    """The purpose of a connection.
 
     Attributes:
         kind: Four bytes.
@@ -71,7 +71,7 @@ def read_key(path: Path, flag: str) -> bytes:
 
 
 def derive(key: bytes, use: str, salt: bytes = b"") -> bytes:
-    """A key of its own for a use, from which the key that it is made of cannot be told."""
+    """A separate key for each purpose; the original key cannot be derived from it."""
     return hmac.digest(key, use.encode() + b"\0" + salt, "sha256")
 
 
@@ -164,7 +164,7 @@ async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key:
 
 
 class Strangers:
-    """Connections that have not shown yet that they know the key: so many, and no more."""
+    """Connections that have not yet shown that they know the key, up to a limit."""
 
     def __init__(self) -> None:
         self._closers: dict[int, Callable[[], None]] = {}
@@ -266,7 +266,7 @@ async def _gather(
 
 
 def _introduction(key: bytes, purpose: Purpose, theirs: bytes) -> tuple[bytes, bytes]:
-    """What the connecting end sends, and what an end that knows the key answers."""
+    """The connecting end's message, and the answer of an end that knows the key."""
     asked = _PURPOSE.pack(*purpose) + secrets.token_bytes(_NONCE)
     return asked + _proof(key, b"comes", theirs, asked), _proof(key, b"listens", theirs, asked)
 

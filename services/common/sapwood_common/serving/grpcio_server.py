@@ -171,5 +171,5 @@ def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
         roots = None if tls.client_ca is None else tls.client_ca.read_bytes()
         return grpc.ssl_server_certificate_configuration([(tls.key.read_bytes(), tls.cert.read_bytes())], roots)
 
-    # grpcio keeps what it has where this raises, and where the files do not go together.
+    # grpcio keeps its present files if this raises, and if the files do not belong together.
     return grpc.dynamic_ssl_server_credentials(read(), read, tls.client_ca is not None)

@@ -188,7 +188,7 @@ async def _refuse_malformed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def as_told(method: str, error: Exception) -> errors.SapwoodError:
-    """The error that a method's caller is told. The original is logged."""
+    """The error that a method's caller gets. The original is logged."""
     if isinstance(error, grpc.aio.AioRpcError):  # another service's answer, passed on
         error = status.from_rpc_error(error)
     if not isinstance(error, errors.SapwoodError):

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=3.0, help="Seconds to wait. [default: 3]")
     parser.add_argument("--ca", type=Path, help="CA of the server's certificate; turns TLS on.")
     parser.add_argument("--cert", type=Path, help="Certificate to show.")
-    parser.add_argument("--name", help="What the server's certificate must be for. [default: the host in the address]")
+    parser.add_argument("--name", help="The host name in the server's certificate. [default: the host in the address]")
     parser.add_argument("--key", type=Path, help="Its key.")
     arguments = parser.parse_args()
     try:

@@ -56,7 +56,7 @@ class ServiceServer:
         port: Port to listen on; 0 takes a free one.
         service_names: Full names of the services added, for health and reflection.
         uncounted: Full method names of long-lived calls that must not hold up :meth:`drain`.
-        telemetry: Measures the calls; unless given, they are measured for nobody.
+        telemetry: Measures the calls; None: they are not measured.
         tls: Certificate and key; None is plain text.
         gate: Says who is let in, but for health and reflection, and which of the calls that come at once begin first; None:
             everybody, each connection in turn.
@@ -199,7 +199,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Set at the next change; a new event then takes its place."""
 
     def set(self, name: str, serving: bool) -> None:
-        """Sets a service's state; those who watch it are told."""
+        """Sets a service's state; watchers get a message."""
         self._states[name] = _State.SERVING if serving else _State.NOT_SERVING
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -173,7 +173,7 @@ def load_config(cls: type[ConfigT], given: Mapping[str, Any], file: str | None =
         cls: The class of the configuration.
         given: Values by field, from flags; text is parsed.
         file: The YAML file.
-        prefix: What the flags begin with, for messages.
+        prefix: The beginning of the flags, for messages.
 
     Raises:
         ConfigError: A value is missing or wrong, or has no effect; the message names flag and variable.
@@ -208,7 +208,7 @@ def refuse_idle(config: ServiceConfig, needs: Iterable[Needs], *, prefix: str = 
     Args:
         config: The settings.
         needs: What they need.
-        prefix: What the flags begin with, for messages.
+        prefix: The beginning of the flags, for messages.
 
     Raises:
         ConfigError: A setting has no effect; the message names flag and variable of each that has none.

@@ -41,7 +41,7 @@ def add_option(
         text: A sentence; variable and default are added to it.
         variable: The environment variable of the same meaning.
         default: The value without the flag.
-        shown_default: What the help says instead of ``default``.
+        shown_default: The text in the help instead of ``default``.
         kind: What follows the flag.
         parse: Parses a value; raises ``argparse.ArgumentTypeError`` or ValueError.
         metavar: The value's name in the help; the flag's last word unless given.

@@ -17,7 +17,7 @@ class Needs:
 
     Attributes:
         settings: Their names; ``queue.wait`` is a part of a setting.
-        met: Whether a configuration has what they need.
+        met: Whether a configuration meets their requirement.
         what: The same in words, with the names of settings in braces: "without {storage}".
     """
 
@@ -27,7 +27,7 @@ class Needs:
 
 
 def idle_settings(config: BaseModel, needs: Iterable[Needs]) -> list[tuple[str, str]]:
-    """The settings that are not left at their default and have no effect, each with what it needs, in the order of ``needs``.
+    """The changed settings that have no effect, each with its requirement, in the order of ``needs``.
 
     A setting that equals its default is passed over, even if it was given: files for many deployments spell defaults out.
     """

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """What a setting of an earlier version is called now.
+    """The present name of a setting of an earlier version.
 
     Attributes:
         setting: The setting's name.

@@ -124,7 +124,7 @@ class Family(Generic[SeriesT]):
         if found is None:
             bounded = self._bounded(values)
             found = self._series.get(bounded) or self._series.setdefault(bounded, self._make())
-            # Values that nobody knows beforehand may be without number, and long.
+            # Values that are not known beforehand may be unlimited in number, and long.
             if len(self._known) < _MOST_KNOWN and all(len(value) <= _MOST_OF_LABEL for value in values.values()):
                 self._known[key] = found
         return found
@@ -268,7 +268,7 @@ class MetricsServer:
     """Serves a registry under ``/metrics`` on a port of its own, in threads.
 
     Args:
-        registry: What is served.
+        registry: The metrics to serve.
         host: Address to listen on, or ``unix:PREFIX``.
         port: 0 takes a free one.
 

@@ -92,7 +92,7 @@ def serve_on_port(registry: CollectorRegistry, host: str, port: int) -> tuple[WS
     """Begins to serve in a thread; returns server and thread.
 
     Args:
-        registry: What is served.
+        registry: The metrics to serve.
         host: Address or name.
         port: 0 takes a free one.
 
@@ -120,7 +120,7 @@ def serve_on_socket(registry: CollectorRegistry, host: str, port: int) -> tuple[
     """The same on a Unix socket.
 
     Args:
-        registry: What is served.
+        registry: The metrics to serve.
         host: ``unix:PREFIX``.
         port: 0 takes a free one.
 
@@ -136,7 +136,7 @@ def serve_on_socket(registry: CollectorRegistry, host: str, port: int) -> tuple[
 
 
 def _named_here(app: WSGIApplication) -> WSGIApplication:
-    """An app that refuses web pages whose own name points to this machine: nobody else asks under such a name."""
+    """An app that refuses requests from web pages whose own name points to this machine; no other client uses such a name."""
 
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if is_own_machine(environ.get("HTTP_HOST") or "localhost"):

@@ -16,10 +16,10 @@ class Series(Protocol):
     """One series."""
 
     def add_to(self, page: Any, labels: Sequence[str]) -> None:
-        """Adds what it holds now to the metrics page.
+        """Adds its present values to the metrics page.
 
         Args:
-            page: The metric as it is shown: one of ``prometheus_client.core``.
+            page: The metric on the page: one of ``prometheus_client.core``.
             labels: The series' label values.
         """
 
@@ -96,7 +96,7 @@ class Histogram:
         page.add_metric(labels, list(zip(names, counts, strict=True)), total)
 
     def _sort_in(self) -> None:
-        """The caller holds the lock, so that nobody else takes values away."""
+        """The caller holds the lock, so that no other thread removes values."""
         count = len(self._kept)  # others may add more meanwhile
         values = sorted(self._kept[:count])
         del self._kept[:count]

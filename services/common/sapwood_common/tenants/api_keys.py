@@ -160,7 +160,7 @@ class ApiKeys:
         self._open_accounts()
 
     async def follow(self) -> None:
-        """Takes up changes of the file, for ever: also while nobody asks for anything."""
+        """Reads changes of the file, without end, even while there are no requests."""
         while True:
             await asyncio.sleep(_FOLLOW_SECONDS)
             self.refresh()
@@ -197,7 +197,7 @@ class ApiKeys:
         return self._keys[found.digest]
 
     def _open_accounts(self) -> None:
-        """Makes each tenant's account. A tenant whose settings are as before keeps its account, and what it has used up."""
+        """Makes each tenant's account. A tenant with unchanged settings keeps its account and its usage."""
         before, self._tenants = self._tenants, {}
         for entry in self._entries:
             name = entry.settings.name

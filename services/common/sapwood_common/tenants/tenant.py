@@ -13,7 +13,7 @@ from sapwood_net.pacing.rate import Rate
 
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
-    """What a tenant gets.
+    """A tenant's settings.
 
     Attributes:
         name: The name that its keys have in the file.
@@ -35,7 +35,7 @@ class Tenant:
     """A tenant's account. Mutable: its allowances are drawn on.
 
     Args:
-        settings: What it gets.
+        settings: The tenant's settings.
         clock: Seconds, monotonic.
     """
 

@@ -1,1 +1,1 @@
-"""What is counted or spent over time: rates, sliding counts, silences, turns."""
+"""Counters and budgets over time: rates, sliding counts, silences, turns."""

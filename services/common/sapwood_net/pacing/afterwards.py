@@ -1,4 +1,4 @@
-"""Deferred calls: work that nobody waits for, done a little in each later turn of the event loop."""
+"""Deferred calls: work without a waiting caller, done a little in each later turn of the event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Afterwards:
         self._due = False
 
     def add(self, work: Callable[[], None]) -> None:
-        """Calls ``work`` once, not in this turn; what it raises is the event loop's to log."""
+        """Calls ``work`` once, not in this turn; the event loop logs its errors."""
         self._left.append(work)
         self._schedule()
 

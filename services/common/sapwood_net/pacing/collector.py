@@ -29,7 +29,7 @@ class Collector:
     async def run(self) -> None:
         """Collects for ever; cancel it to stop, whereupon Python's own schedule continues.
 
-        What is there at the start stays and is never looked at again.
+        Objects that exist at the start stay and are never collected.
         """
         gc.collect()
         gc.freeze()

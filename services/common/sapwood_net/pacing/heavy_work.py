@@ -55,7 +55,7 @@ class HeavyWork:
         self._resting: dict[Hashable, float] = {}
         """Caller -> when its rest is over, on the event loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
-        """Goes off at the end of a rest, of the loop's or, where nobody else waits, of a caller's."""
+        """Goes off at the end of the loop's rest or, if no other caller waits, of a caller's rest."""
 
     @property
     def waiting(self) -> int:

@@ -1,7 +1,7 @@
 """Shares an event loop's time among connections that have more to do than one turn should hold.
 
 uvloop reads up to 8 MB of one socket between two polls: a client that sends small frames as fast as it can would have the loop
-for seconds. So a connection works on what it has read for ``SLICE`` seconds at most. It keeps the rest, reads no more, and
+for seconds. So a connection processes received data for ``SLICE`` seconds at most. It keeps the rest, reads no more, and
 continues in later turns. In each of these all such connections together have ``SLICE`` seconds, one after another. Those with
 little left continue before those with much, who have a third of the time at least. Among very many with little left the newest
 has every second turn, so that it does not wait for all of them. A connection that is alone loses nothing: turns follow each other
@@ -17,11 +17,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 SLICE = 0.0005
-"""Seconds that one connection may work on what it has just read, and seconds of each turn for all that have work left."""
+"""Seconds that one connection may process data it has just read, and seconds in each turn for all connections with work left."""
 _FAIR = 8
 """Workers with little to do beyond which every second one is the newest: it does not wait for a thousand of them."""
 _MOST_FRESH = 2 * SLICE
-"""Seconds beyond half of all time that connections may work on what they have just read, before each waits for a later turn."""
+"""Seconds beyond half of all time in which connections may process data they have just read, before each waits for a later
+turn."""
 
 
 class Worker(Protocol):
@@ -47,7 +48,7 @@ class TimeShare:
         self.clock = clock
         self._rest = rest
         self._share = 1 / (2 + 2 * rest)
-        """The share of all time that connections may spend on what they have just read."""
+        """The share of all time that connections may spend on data they have just read."""
         self._rests_until = 0.0
         self.measuring = False
         self._until = 0.0
@@ -65,7 +66,7 @@ class TimeShare:
         return len(self._light) + len(self._waiting)
 
     def is_over(self) -> bool:
-        """Whether a connection that works on what it has just read has used up its time; it then stops, and calls :meth:`add`.
+        """Whether a connection that processes data it has just read has used up its time; it then stops, and calls :meth:`add`.
 
         The time counts from the first call of this method until :meth:`end`.
         """

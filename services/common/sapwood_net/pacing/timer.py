@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Calls what it was last started with, once its time is over."""
+    """Calls the last given function once its time is over."""
 
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
@@ -18,7 +18,7 @@ class Timer:
         return self._handle is not None
 
     def start(self, seconds: float, then: Callable[..., None], *given: object) -> None:
-        """Calls ``then(*given)`` in this many seconds, and not what it was started with before."""
+        """Calls ``then(*given)`` in this many seconds, instead of the function given before."""
         self.stop()
         self._handle = asyncio.get_running_loop().call_later(seconds, self._set_off, then, given)
 

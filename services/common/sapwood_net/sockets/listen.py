@@ -62,7 +62,7 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 
 
 def why_not(error: OSError, host: str) -> str:
-    """What the error of a socket that is to listen on ``host`` means, in words."""
+    """Explains the error of a socket that should listen on ``host``."""
     if is_foreign(error):
         return f"{host} is no address of this machine"
     if error.errno == errno.EADDRINUSE:

@@ -19,7 +19,7 @@ Version = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """What a server shows and asks for.
+    """The certificates that a server shows and requires.
 
     Attributes:
         cert: PEM file with its certificate, intermediate ones after it.

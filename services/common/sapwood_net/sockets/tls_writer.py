@@ -1,4 +1,4 @@
-"""What is written over TLS, encrypted a little at a time and no faster than its client reads.
+"""Writes over TLS: encrypts data a little at a time, no faster than the client reads.
 
 To encrypt an answer of 10 MB takes 20 ms in one piece, and as much memory again, also where its client reads nothing.
 """

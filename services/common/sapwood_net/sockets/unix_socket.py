@@ -63,7 +63,7 @@ def port_of(listener: socket.socket) -> int:
 
 
 def _is_left_behind(path: str) -> bool:
-    """Whether nobody listens on a socket any more."""
+    """Whether no process listens on a socket any more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

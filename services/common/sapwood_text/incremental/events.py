@@ -1,4 +1,5 @@
-"""What the parsers of a model's output report. Nobody changes an event; a frozen class would take three times as long to make."""
+"""The events that parsers of a model's output report. Nobody changes an event; a frozen class would take three times as long to
+make."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """JSON as models write it, read as it arrives and written as JSON that is right.
 
-What is right comes out as it was written, byte for byte. What is wrong is mended by these rules, so that a value that was begun
-always ends as JSON:
+Valid JSON is copied byte for byte. Errors are repaired by these rules, so that every value that was begun ends as JSON:
 
 * An element is written once its value begins: a key without a value and a comma without an element are dropped.
 * A missing comma is added. A bracket that is still open when an outer one is closed is closed before it. A closing bracket

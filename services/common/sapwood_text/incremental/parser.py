@@ -191,7 +191,7 @@ class ScriptParser:
 
     Args:
         script: Started at once; it waits for the first text.
-        emitter: Where ``script`` writes; used by nobody else.
+        emitter: Where ``script`` writes; no other code uses it.
     """
 
     def __init__(self, script: Script, emitter: Emitter) -> None:

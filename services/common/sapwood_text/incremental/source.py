@@ -5,8 +5,8 @@ so far does not decide the answer, the primitive yields, and continues when more
 What a primitive returns depends only on the text from where it was called, never on how the text was cut. So it is with
 parsers made of primitives; only the size of the pieces handed to ``emit`` depends on the cuts.
 
-What is read is consumed at once, so what is kept between two pieces is bounded by the longest string a primitive
-looks for, and the time for a whole text is linear in its length. A parser that is not yet sure keeps what it reads in a
+Text is consumed as soon as it is read. So the memory between two pieces is bounded by the longest string that a primitive looks
+for, and the time for a whole text is linear in its length. A parser that is not yet sure keeps what it reads in a
 record (``start_recording``), to give it back as text. A parser that must see what follows opens a probe, reads on, and
 rewinds the probe: then the text is read again.
 """

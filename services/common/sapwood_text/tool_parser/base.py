@@ -1,4 +1,4 @@
-"""What a family of tool-call formats is, and the loop that most of them share.
+"""The interface of a family of tool-call formats, and the loop that most of them share.
 
 All families keep these rules.
 
@@ -10,8 +10,8 @@ All families keep these rules.
   sentence (``the <tool_call> tag``), with the closer after it.
 * Inside a call that has started, anything that is not part of the format comes out as text, but for brackets and quotes that
   are left over at its end.
-* A call of a tool that nobody offered is reported like any other where the format marks calls; the client can tell the
-  model so. Where calls are not marked (``llama3_json``, ``pythonic``) it is text.
+* A call of a tool that was not offered is reported like any other, if the format marks calls; the client can tell the model so.
+  Where calls are not marked (``llama3_json``, ``pythonic``) it is text.
 * Names are at most ``NAME_LIMIT`` characters long.
 """
 
@@ -124,9 +124,10 @@ def marked_calls(
         source: The output.
         out: Where its text goes.
         markers: The markers.
-        attempt: Reads on after what opens a call, while the source records; returns whether a call was started. What the
-            record holds when it returns comes out as text.
-        begins: What the first character of a call matches; text about an opener is known by it. By default ``{`` and ``[``.
+        attempt: Reads on after what opens a call, while the source records; returns whether a call was started. When it returns,
+            recorded text is emitted as text.
+        begins: A pattern for the first character of a call; it distinguishes calls from text that mentions an opener. By default
+            ``{`` and ``[``.
     """
     mentioned = False
     while True:
@@ -152,7 +153,7 @@ def marked_calls(
         started = yield from attempt()
         left = source.stop_recording()
         if started or (begins or _JSON_BEGINS).match(first):
-            # What a marker or the end of the output follows is a part of the call.
+            # Text before a marker or the end of the output is a part of the call.
             if not (yield from source.at_end()) and not (yield from source.ahead(*markers.all.literals)):
                 out.text(markers.all.remove(left))
             if started:
@@ -216,7 +217,7 @@ def start_call(source: Source, out: Emitter, name: str, call_id: str | None = No
 
 
 def copy_arguments(source: Source, out: Emitter, json: JsonReader) -> Steps[None]:
-    """Read the arguments of the call that was started. What the source recorded is part of the call."""
+    """Read the arguments of the call that was started. The text that the source recorded is part of the call."""
     source.stop_recording()
     if not (yield from json.arguments(source, out.arguments)):
         out.note_cut()

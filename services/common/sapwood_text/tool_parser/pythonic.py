@@ -3,7 +3,7 @@
 The list may stand between ``<|python_start|>`` and ``<|python_end|>``, anywhere. Without them it must begin the output or
 a line and name tools on offer (any, if the request does not say which are). Arguments are keyword arguments whose
 values are literals; they come out as JSON. A call is certain once the first keyword and its ``=``, or ``()``, was read.
-What is wrong in a call is left out, up to its closing parenthesis or the next call.
+Errors in a call are left out, up to its closing parenthesis or the next call.
 
 Source: Meta's prompt-format pages for Llama 3.2 and Llama 4.
 """
@@ -73,7 +73,7 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
 
 
 def _parse_list(source: Source, out: Emitter, tools: Tools, *, tagged: bool) -> Steps[bool]:
-    """Read a list of calls; returns whether one was started. What is no part of one is left in the record.
+    """Read a list of calls; returns whether one was started. Text that is not part of a value is left in the record.
 
     In a tagged list any name is a tool's, but behind what is broken only one on offer: text of a value looks like a call.
     """

@@ -105,7 +105,7 @@ class TaggedForm:
     is_xml: bool = False
 
     def kind(self, word: str) -> str:
-        """What a closing tag of this word ends; "" if it is no tag of the family."""
+        """The kind of element that a closing tag with this word ends; "" if it is no tag of the family."""
         bare = self.bare(word)
         kinds = ((_END, self.value_ends), (_CALL_END, (self.call_end,)), (_SECTION_END, self.section_ends))
         exact = [kind for kind, words in kinds if bare in words]

@@ -212,7 +212,7 @@ def _resolved(schema: Any, root: Any) -> Any:
 
 
 def _pointed_at(reference: str, root: Any) -> Any:
-    """What a reference, a JSON pointer behind ``#``, names in ``root``; None if it names nothing there."""
+    """The part of ``root`` that a reference (a JSON pointer behind ``#``) names; None if there is no such part."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = root

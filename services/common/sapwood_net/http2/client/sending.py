@@ -55,7 +55,7 @@ class Sending:
         self.open = False
 
     def has_arrived(self, size: int) -> bool:
-        """Whether at least ``size`` bytes were acknowledged by the last check; true where nobody counts them."""
+        """Whether at least ``size`` bytes were acknowledged by the last check; true if they are not counted."""
         return self._socket is None or int.from_bytes(self._acknowledged, sys.byteorder) >= size
 
     def check(self) -> float:

@@ -47,7 +47,7 @@ class Writer(Protocol):
         ...
 
     def count_unread(self) -> None:
-        """The client has not read for ``_PATIENCE`` seconds what it was to be sent."""
+        """The client has not read pending data for ``_PATIENCE`` seconds."""
         ...
 
     def break_off(self, code: ErrorCodes) -> None:

@@ -19,7 +19,7 @@ _GRANTED = WINDOW // 2
 CRUMB = 64
 """Bytes: a DATA frame with fewer that completes no message counts as a frame without content."""
 _LIGHT = 4 * 1024
-"""Bytes that a stream may hold uncounted, and by which what it holds may grow before it is counted again."""
+"""Bytes that a stream may hold uncounted, and the growth after which its bytes are counted again."""
 _LARGE = 64 * 1024
 """Bytes: a larger request counts as held while its call runs."""
 _EACH = 128
@@ -129,7 +129,7 @@ class ServerStream:
         self._receiver: StreamReceiver | None = None
         self._messages = MessageReader(most_bytes)
         self._held = 0
-        """Bytes of whole messages that nobody has taken yet."""
+        """Bytes of whole messages that have not been taken yet."""
         self._kept = 0
         """Bytes of a message that was taken and waits to be parsed, or is large and its call runs."""
         self._weight = 0
@@ -141,7 +141,7 @@ class ServerStream:
         self._undelivered: int | None = None
         """Bytes of DATA that must still come by the client's content-length; None if it gave none."""
         self._unread = False
-        """Whether the client has not read for a while what it was to be sent."""
+        """Whether the client has not read pending data for a while."""
         self._unsent = bytearray()
         self._end: bytes | None = None
         """The block of the trailers, once the last message was written."""
@@ -351,7 +351,7 @@ class ServerStream:
             self._receiver.half_closed()
 
     def break_off(self, code: ErrorCodes) -> None:
-        """Ends the stream as the client broke the protocol. Client and receiver are told."""
+        """Ends the stream as the client broke the protocol. Client and receiver get an error."""
         if not self.closed:
             connection = self._connection
             connection.send(frames.reset(self.number, code))
@@ -371,7 +371,7 @@ class ServerStream:
         receiver.gone()
 
     def _grant(self) -> None:
-        """Lets the client send as many bytes more as were taken since it was last told."""
+        """Lets the client send more bytes: as many as were taken since the last window update."""
         increment = self._owed - self._held
         if self.remote_open and not self.closed:
             self._owed -= increment

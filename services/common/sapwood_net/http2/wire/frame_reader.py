@@ -55,7 +55,7 @@ class FrameReader:
     Each costs time linear in its length. Held are at most the beginning of a frame and of a header block.
 
     Args:
-        stranger: Whether the first question comes sooner: nobody knows the peer yet.
+        stranger: Whether the first ping comes sooner, because the peer is not known yet.
 
     Attributes:
         pending: The beginning of a frame whose end has not come. Not to be changed.

@@ -64,7 +64,7 @@ def settings(values: Iterable[tuple[int, int]]) -> bytes:
 
 
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
-    """What a SETTINGS frame says; its length is a multiple of six."""
+    """The settings in a SETTINGS frame; its length is a multiple of six."""
     for at in range(0, len(payload), 6):
         yield int.from_bytes(payload[at : at + 2], "big"), int.from_bytes(payload[at + 2 : at + 6], "big")
 

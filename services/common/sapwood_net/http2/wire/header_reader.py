@@ -91,8 +91,8 @@ class HeaderReader(Generic[ReadT]):
         return (None if is_too_large else headers), True
 
 
-# Says what it costs to decode a header block, without decoding it: ``hpack`` takes up to 20 us for a field of one to four bytes,
-# and half a microsecond for a byte in Huffman code.
+# Estimates the cost of decoding a header block, without decoding it: ``hpack`` takes up to 20 us for a field of one to four
+# bytes, and half a microsecond for a byte in Huffman code.
 def weigh(block: bytes, most: int) -> tuple[int, int]:
     """How many fields and changes of the table's size a block has (RFC 7541, 6), and how many bytes of it are Huffman code.
 

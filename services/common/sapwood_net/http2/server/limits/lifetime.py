@@ -10,7 +10,7 @@ from sapwood_net.pacing.tarpit import HELD_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """What a server grants its clients, in seconds.
+    """A server's time limits for its clients, in seconds.
 
     Attributes:
         greeting: Until the client's preface and the head of its first frame are here.

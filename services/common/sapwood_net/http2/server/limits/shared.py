@@ -1,4 +1,4 @@
-"""What the connections of one server share, so that none takes it all."""
+"""The resources that the connections of one server share, so that no connection takes all."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class StreamTotal:
 
 
 _STRANGERS_REST = 3.0
-"""They work a quarter of the time: what they send waits, and they with it."""
+"""Their calls run a quarter of the time: their data waits, and so do they."""
 
 _UNFOLDING_REST = 2.0
 """A few bytes may become 16 MB: making them has a third of the time."""
@@ -150,7 +150,7 @@ class SharedLimits:
         tarpit: Where connections end whose clients broke a rule.
         heavy: Spaces out the parsing of large messages.
         unfoldings: Unfolds them before that, in a time of its own.
-        gate: Says whose calls are whose; None: each connection's are somebody's.
+        gate: Says which caller a call belongs to; None: each connection is one caller.
     """
 
     memory: BodyMemory

@@ -14,7 +14,7 @@ class KVDestination:
     """Where a layer's keys and values of a step go.
 
     Attributes:
-        keys: [P, page size, K, D], in any order but for D: the layer's key pages.
+        keys: [P, page size, K, D], in any order except that D is last: the layer's key pages.
         values: The same, in the same order, for values.
         slots: int64 [T]: each token's slot: the page size times its page, plus its place there.
         scales: What keys and values are divided by on the way into a float8 cache.

@@ -36,7 +36,7 @@ class MemcpyBatch:
 
         Args:
             targets: uint64 [N]: addresses of device memory or of pinned host memory.
-            sources: uint64 [N]: addresses of either kind.
+            sources: uint64 [N]: addresses of device memory or of pinned host memory.
             size: Bytes of each copy: one number for all, or uint64 [N].
             stream: Handle of a stream of the current device, not the default one.
 

@@ -63,7 +63,7 @@ def quantise(x: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def dequantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Undoes :func:`quantise`, but for its rounding."""
+    """Undoes :func:`quantise`, except for its rounding."""
     return (x.float() * scale).to(dtype)
 
 
@@ -187,7 +187,7 @@ def latent_attention(query: Tensor, stored: Tensor, up: Tensor, *, scale: float)
     Args:
         query: [N, H, D], at the last N of M positions; the last E of D are rotated.
         stored: [M, R + E]: a token's latent part, and the rotary part that ends each head's key.
-        up: [H, D - E + V, R]: what expands the latent part to each head's key, but for its end, and to its value.
+        up: [H, D - E + V, R]: the matrices that expand the latent part to each head's key (without the rotary end) and value.
         scale: Factor of the dot products.
 
     Returns:

@@ -107,7 +107,7 @@ def norm_rope_store(
         qkv: Contiguous [T, (H + 2K) * D]: query, key, value heads side by side.
         cos: [T, D] or [T, 1, D], contiguous, as ``reference.rope`` takes it.
         sin: Likewise.
-        key_pages: [P, S, K, D] in any order but for D, mutated at ``slots``; of qkv's dtype or float8_e4m3fn.
+        key_pages: [P, S, K, D] in any order except that D is last, mutated at ``slots``; of qkv's dtype or float8_e4m3fn.
         value_pages: The same, in the same order, for values.
         slots: int64 [T]: ``page * S + offset``.
         scales: What keys and values are divided by for a cache of float8.

@@ -17,7 +17,7 @@ from sapwood.evaluation.items import Choice, Item, Open
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What came of an item.
+    """The result of an item.
 
     Attributes:
         item: The item.
@@ -74,7 +74,7 @@ class Evaluation:
         return self._stop.is_set()
 
     async def run(self, items: Sequence[Item]) -> list[Scored]:
-        """Connects, and asks; what came of the items, in the order in which they were done.
+        """Connects and asks; yields the items' results in the order in which they were done.
 
         Raises:
             TargetError: The server cannot be asked.

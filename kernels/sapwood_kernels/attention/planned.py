@@ -100,7 +100,7 @@ class StoredPages(NamedTuple):
     """A layer's keys and values, and its sinks.
 
     Attributes:
-        keys: [P, page_size, K, D] in any order but for D.
+        keys: [P, page_size, K, D] in any order except that D is last.
         values: The same, in the same order.
         scales: Factors of the stored keys and values.
         sinks: float32 [H], as ``reference.attention`` has them; None: there are none.

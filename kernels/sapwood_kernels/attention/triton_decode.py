@@ -232,7 +232,7 @@ def decode_attention(
 
     Args:
         query: [B, H, D], contiguous.
-        key_pages: [P, S, K, D] in any order but for D, of the query's dtype or float8_e4m3fn.
+        key_pages: [P, S, K, D] in any order except that D is last, of the query's dtype or float8_e4m3fn.
         value_pages: The same, in the same order, for values.
         indptr: int32 [B + 1]: request i's pages begin at ``pages[indptr[i]]``.
         pages: int32, page ids.

@@ -38,7 +38,7 @@ def gather(keys: Tensor, values: Tensor, pages: Tensor, length: int, room: int) 
     """A request's keys and values.
 
     Args:
-        keys: [P, page_size, K, D] in any order but for D.
+        keys: [P, page_size, K, D] in any order except that D is last.
         values: The same, in the same order.
         pages: int32 [N]: those of the request.
         length: Its tokens.

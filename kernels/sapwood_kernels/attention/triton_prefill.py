@@ -180,7 +180,7 @@ def prefill_attention(
 
     Args:
         query: [T, H, D], contiguous: the requests' tokens one after the other.
-        key_pages: [P, S, K, D] in any order but for D, of the query's dtype or float8_e4m3fn.
+        key_pages: [P, S, K, D] in any order except that D is last, of the query's dtype or float8_e4m3fn.
         value_pages: The same, in the same order, for values.
         tiles: int32 [tiles, 2], as :func:`cut_tiles` gives them for :func:`tile_tokens`.
         starts: int32 [B + 1]: request i's tokens are rows ``starts[i]`` .. ``starts[i + 1] - 1``.

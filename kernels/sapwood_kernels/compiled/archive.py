@@ -1,7 +1,7 @@
 """Archives of what Triton and FlashInfer have compiled for one kind of GPU: a cold start that has one needs no compiler.
 
 An archive is a .tgz of a manifest, Triton's cache (a folder for each kernel, named by a hash of its source, the compiler and the
-GPU; and files that mark what was compiled whole) and FlashInfer's libraries (named by what they were built for). A kernel whose
+GPU; and files that mark complete compilations) and FlashInfer's libraries (each named by its target). A kernel whose
 source has changed since is not found by its name, and is compiled; nothing wrong is ever taken.
 """
 

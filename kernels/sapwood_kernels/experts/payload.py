@@ -49,7 +49,7 @@ class RowShape:
 def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in float8, 128 numbers by a power of two that brings the largest of them to 128 or more, and below 256.
 
-    So scaling rounds nothing, and a number keeps 4 significant bits, but for those below 2^-14 of the largest: they keep fewer.
+    So scaling rounds nothing, and a number keeps 4 significant bits, except that numbers below 2^-14 of the largest keep fewer.
 
     Args:
         x: [T, N].

@@ -204,7 +204,7 @@ class PeerRows:
         """The sums for this rank's rows, [T, N]; also asynchronous.
 
         Args:
-            part: [ranks * rows, N], contiguous: what this rank's experts made of what :meth:`dispatch` gave.
+            part: [ranks * rows, N], contiguous: the output of this rank's experts for the rows of :meth:`dispatch`.
             holders: As there.
             rows: As there.
             tries: As there.

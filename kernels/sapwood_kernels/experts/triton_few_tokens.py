@@ -36,7 +36,7 @@ def _rows(
     weight, scales, zeros, mins, table, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr,
     TALL: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, but for its rows' factors."""
+    """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, without its rows' factors."""
     if GROUP > 0:
         part = widened(
             weight, scales, zeros, mins, table, expert, columns, inside, start, N, K, GROUP, TALL, BITS, INTEGERS, BLOCK_N,

@@ -1,5 +1,5 @@
 """Triton: a router's logits in float32 of 16-bit rows, which need not be widened first; ``routing.route`` of them in one launch,
-which also counts what each expert gets; and the slots of what was chosen.
+which also counts the rows of each expert; and the slots of the chosen experts.
 
 torch's product in float32 runs on no tensor cores, in a few programs for the rows of a decode, after a launch that widens them.
 Here few rows are multiplied as they are read, by programs that have two experts each, and normed first if that is wanted; more

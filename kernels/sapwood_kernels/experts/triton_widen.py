@@ -23,7 +23,7 @@ def widened(
     codes, scales, zeros, mins, table, expert, columns, inside, start, N, K: tl.constexpr, GROUP: tl.constexpr,
     TALL: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, but for its rows' factors: float32, or codes
+    """Numbers [BLOCK_N, BLOCK_K] of an expert's matrix from column ``start`` on, without its rows' factors: float32, or codes
     that are the numbers. Beyond column K they are any."""
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
     row = expert.to(tl.int64) * N + columns.to(tl.int64)

@@ -1,1 +1,1 @@
-"""Latent attention (MLA) but for attention itself: queries and values of few tokens, and how vectors come into their pages."""
+"""Latent attention (MLA) without the attention itself: queries and values of few tokens, and storing vectors in pages."""

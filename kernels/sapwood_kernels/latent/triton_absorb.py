@@ -77,7 +77,7 @@ def store_absorbed(
     interleaved: bool,
     up: Tensor,
 ) -> Tensor:
-    """Computes ``LatentHeads.absorb`` of what :func:`triton_store.store_latent` returns, and what that writes.
+    """Computes ``LatentHeads.absorb`` on the result of :func:`triton_store.store_latent`, and writes what that function writes.
 
     Args:
         vectors, query, cos, sin, to, weight, eps, interleaved: As :func:`triton_store.store_latent` takes them.

@@ -1,1 +1,1 @@
-"""What CPUs compute in C: the library, what compiles it and what calls it."""
+"""The CPU's C code: the library, its build and its calls."""

@@ -24,7 +24,7 @@ _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
 
 class NativeLibrary:
-    """The functions of the C sources; the last two arguments are ``run`` and a number of threads, but for ``signals.c``.
+    """The functions of the C sources; the last two arguments are ``run`` and a number of threads, except in ``signals.c``.
 
     Args:
         path: The library.

@@ -257,7 +257,7 @@ class StoreHeads:
             qkv: float32 [T, (H + 2K) * D], contiguous.
             cos: float32 [T, 1, D], contiguous, as ``reference.rope`` has it.
             sin: The same.
-            keys: float32 [P, page size, K, D] in any order but for D, mutated.
+            keys: float32 [P, page size, K, D] in any order except that D is last, mutated.
             values: The same, in the same order.
             slots: int64 [T], contiguous.
 
@@ -306,7 +306,7 @@ class DecodeAttention:
 
     Args:
         library: The library.
-        keys: float32 [P, page size, K, D] in any order but for D, which is a multiple of :data:`LANES`.
+        keys: float32 [P, page size, K, D] in any order except that D is last, which is a multiple of :data:`LANES`.
         values: The same, in the same order.
         heads: Query heads.
         scale: Factor of the products.

@@ -20,7 +20,7 @@ GROUP = 128
 
 
 class Norm(Protocol):
-    """An RMSNorm: computed by a call, or by who reads its weight (float32) and eps."""
+    """An RMSNorm: computed by calling it, or by code that reads its weight (float32) and eps."""
 
     eps: float
 

@@ -25,7 +25,7 @@ def _tile(
     GROUP: tl.constexpr, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, HAS_TABLE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Numbers [BLOCK_N, BLOCK_K] of the weight from column ``start`` on, float32, but for the rows' factors."""
+    """Numbers [BLOCK_N, BLOCK_K] of the weight from column ``start`` on, float32, without the rows' factors."""
     if BITS == 4:
         at = start // 2 + tl.arange(0, BLOCK_K // 2)
         tile = valid[:, None] & (at < WIDTH)[None, :]

@@ -1,4 +1,4 @@
-"""Gluon: what kernels of one row by 4-bit groups of 128 have in common: where scales lie, and what becomes of the sums."""
+"""Gluon: the common part of gemv kernels with 4-bit groups of 128: where scales lie, and how sums are finished."""
 
 from __future__ import annotations
 

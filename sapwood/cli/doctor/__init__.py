@@ -1,1 +1,1 @@
-"""`sapwood doctor`: what this machine has, what is missing for what, and the command that mends it. Changes nothing."""
+"""`sapwood doctor`: the abilities of this machine, missing parts, and the commands that install them. Changes nothing."""

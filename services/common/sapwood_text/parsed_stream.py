@@ -19,7 +19,7 @@ class StreamOptions:
 
     Attributes:
         stop: Stop strings, none empty; looked for in all that the model writes, before it is parsed.
-        skip_special_tokens: Whether special tokens are left out, but for those that a parser needs.
+        skip_special_tokens: Whether special tokens are left out, except those that a parser needs.
         parsers: The parsers that it goes through.
         include_stop: Whether the stop string that ends the text is part of it.
         min_tokens: Tokens whose text no stop string ends.

@@ -39,7 +39,7 @@ def _is_origin(origin: str) -> str:
 _FORGETFUL = frozenset(
     ("round_robin", "random", "least_load", "least_tokens", "power_of_two", "prefix_hash", "consistent_hash")
 )
-"""Policies that go by load, chance or the request alone. Whether those that packages bring do so is not known here."""
+"""Policies that use only load, chance or the request. Whether those that packages bring do so is not known here."""
 
 
 class BackendSilence(Compound):

@@ -99,14 +99,14 @@ def latent_decode(
 
     Args:
         query: [B, H, R + E], contiguous.
-        stored: [P, S, 1, R + E] in any order but for the last, of the query's dtype or float8_e4m3fn.
+        stored: [P, S, 1, R + E] in any order except that the last stays last, of the query's dtype or float8_e4m3fn.
         rank: R.
         indptr: int32 [B + 1]: request i's pages begin at ``pages[indptr[i]]``.
         pages: int32, page ids.
         lengths: int32 [B]: keys of each request, at least 1.
         splits: Most programs for a request and a block of heads, a power of 2, as ``triton_decode.num_splits`` gives it.
         scale: Factor of the dot products.
-        least: Fewest keys of a program, likewise.
+        least: The fewest keys of a program, for each number of requests.
         kv_scale: Factor of the stored numbers.
         shared: What several requests have in common and is read once; None: each request reads all that is its own.
         values_by: ``up`` and ``nope`` of ``LatentHeads``: the sum is expanded to the heads' values where its parts are added.

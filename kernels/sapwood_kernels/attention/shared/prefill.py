@@ -1,8 +1,9 @@
 """Attention of chunks of prompts that share keys: over those the tokens of all who share them are one chunk.
 
 Each request's tokens see two kinds of keys: those of shared runs, all of them, and the request's own, up to themselves. Two
-attentions are planned for these, and their results are added by their sums of weights, which is exact but for rounding. So chunks
-of few tokens fill the kernels' tiles: 64 requests of 16 tokens are eight tiles of 128 over their shared keys, not 64 tiles.
+attentions are planned for these, and their results are added by their sums of weights, which is exact except for rounding. So
+chunks of few tokens fill the kernels' tiles: 64 requests of 16 tokens are eight tiles of 128 over their shared keys, not 64
+tiles.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a request wants its tokens chosen: every sampling field with its default and its range, as router and worker share them.
 
-``common.proto`` says what each means. docs/development.md lists what a new field touches.
+``common.proto`` explains each field. docs/development.md lists what a new field touches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LogitProcessorCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Sampling settings of one request; fields and defaults as in ``common.proto``, but for ``n``.
+    """Sampling settings of one request; fields and defaults are those of ``common.proto``, except ``n``.
 
     Attributes:
         top_k: Keep the k most likely tokens; 0 keeps all.

@@ -34,7 +34,7 @@ class GrammarSource:
         kind: What ``text`` is.
         text: The schema (JSON), the expression, the rules, or the structural tag (JSON).
         options: How to read it.
-        salt: Requests share its compiled form, and all that is made of it, only if their salts are equal.
+        salt: Requests share the compiled grammar, and everything made from it, only if their salts are equal.
     """
 
     kind: GrammarKind

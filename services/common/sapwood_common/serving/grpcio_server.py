@@ -33,7 +33,7 @@ class GrpcioServer:
     Args:
         wrap: Called once a method with its full name; returns the handler that is used.
         most_bytes: The largest request.
-        gate: Says who is let in; None: everybody.
+        gate: Decides which callers are accepted; None: all.
     """
 
     def __init__(

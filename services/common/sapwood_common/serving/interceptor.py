@@ -27,7 +27,7 @@ there are bytes enough for more."""
 _LEAST_BYTES = 2
 """Bytes that a field takes at least."""
 MOST_FIELDS_OF_SERVICES = 131_072
-"""Fields that a message between two services may have: it carries what many clients asked for, or what one asked for in JSON."""
+"""The most fields of a message between two services: it carries requests of many clients, or one client's JSON."""
 
 
 class _Malformed:

@@ -1,4 +1,4 @@
-"""Server bootstrap: health, reflection, request limits, and a drain that finishes what runs and refuses what is new."""
+"""Server bootstrap: health, reflection, request limits, and a drain that finishes running calls and refuses new ones."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class ServiceServer:
         uncounted: Full method names of long-lived calls that must not hold up :meth:`drain`.
         telemetry: Measures the calls; None: they are not measured.
         tls: Certificate and key; None is plain text.
-        gate: Says who is let in, but for health and reflection, and which of the calls that come at once begin first; None:
-            everybody, each connection in turn.
+        gate: Decides which callers are accepted (health and reflection are open), and which of simultaneous calls begin first;
+            None: all callers, each connection in turn.
         max_request_bytes: The largest message it takes.
         memory: What messages may hold until they are done with; None: four times the largest. grpcio's server has no bound.
         heavy: Spaces out the parsing of large messages among all that is heavy; None: among themselves.

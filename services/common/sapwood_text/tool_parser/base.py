@@ -8,8 +8,8 @@ All families keep these rules.
 * No marker comes out as text. What opens a call but is none loses its markers; if it is cut off by the end of the output, it is
   dropped. The exception is text about markers: one behind a backtick, and an opener that a word or a full stop follows as in a
   sentence (``the <tool_call> tag``), with the closer after it.
-* Inside a call that has started, anything that is not part of the format comes out as text, but for brackets and quotes that
-  are left over at its end.
+* Inside a call that has started, anything that is not part of the format comes out as text, except left-over brackets and quotes
+  at its end.
 * A call of a tool that was not offered is reported like any other, if the format marks calls; the client can tell the model so.
   Where calls are not marked (``llama3_json``, ``pythonic``) it is text.
 * Names are at most ``NAME_LIMIT`` characters long.

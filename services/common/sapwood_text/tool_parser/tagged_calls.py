@@ -9,10 +9,10 @@ One machine reads all families of this kind. Malformed calls are read like this:
 * **A misspelt tag** (``</paramter>``, ``</parameter1>``) is the tag that it resembles. A doubled one counts once.
 * **A broken parameter** (``<parameter=`` without a name) is left out, and so is all else between two parameters.
 * **A call without a name** is left out.
-* Arguments that were begun are closed as JSON. No tag comes out as text, but for text about tags (``base``).
+* Arguments that were begun are closed as JSON. No tag comes out as text, except in text about tags (``base``).
 
-An example inside a value may hold ``_DEPTH`` tags that are open at once; each value is read at most twice, but for ``_LOOKS`` of
-an output that are read to its end.
+An example inside a value may hold ``_DEPTH`` tags that are open at once; each value is read at most twice, except for ``_LOOKS``
+values of an output that are read to its end.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ class _Machine:
     def _call_body(self, name: str) -> Steps[str]:
         """Read a call from after its name to its end. A call without a name is left out.
 
-        Returns the kind of the closing tag that ended it; another word if it has none, "" if nothing was read.
+        Returns the kind of the closing tag that ended the call; the word of a tag of no kind; "" if nothing was read.
         """
         source, out, form = self._source, self._out, self._form
         if name:

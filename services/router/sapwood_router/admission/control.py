@@ -113,7 +113,8 @@ class _Line:
         return None
 
     def pump(self) -> None:
-        """Lets go as many as fit, a few a turn. No room is kept for who is still being prepared: that may take long."""
+        """Lets go as many as fit, a few a turn. No room is kept for requests that are still being prepared: that may take
+        long."""
         while self.queue.waiting:
             is_open = self.has_room(self.let_go)
             few = None if is_open or not self._few or not self.has_room(self.let_go, few=True) else self._next_few()

@@ -22,7 +22,7 @@ class Post:
     """A path that takes JSON.
 
     Attributes:
-        path: The path; one that ends with a slash stands for all below it, but for ``/`` itself.
+        path: The path; one that ends with a slash stands for all paths below it, except ``/`` itself.
         answer: Answers.
         dialect: The format of errors.
         summary: What it does, for the OpenAPI document; "": it is not in there.
@@ -54,7 +54,7 @@ class Ask:
         public: Whether no API key is asked for, and no page's origin.
         dialect: The format of errors; None: the format of the API that the request seems to use.
         summary, gives: As of :class:`Post`.
-        is_folder: Whether the path is one by itself although it ends with a slash. Else the slash does not matter.
+        is_folder: Whether the route is exactly this path, with its slash at the end. Else the slash does not matter.
     """
 
     path: str

@@ -205,7 +205,7 @@ class _EventClient(Client):
         self._pending = None
 
     async def _end(self, written: bytes, finish: Finish) -> bytes:
-        """Sends the last events, what is ``written`` before them, but for a part that is not long: that is returned."""
+        """Sends the last events, after the ``written`` text, but returns a short rest instead of sending it."""
         for events in self._events.end(finish, sum(context.resumptions for context in self._contexts)):
             if written and len(written) + len(events) > LARGE:
                 await self._exchange.send_events(written)

@@ -3,7 +3,7 @@
 The worker sends a snapshot and then every change. Each change has a number and a digest of all that the worker holds after it. A
 number out of turn, or a digest that differs from ours, means that something was lost or came in the wrong order. Then the stream
 is opened again, and begins with a new snapshot. The digest in the worker's heartbeats reveals a stream that has fallen silent.
-While there is no stream, the worker is not in the index, and policies go by the router's own placements.
+While there is no stream, the worker is not in the index, and policies use the router's own placements.
 """
 
 from __future__ import annotations

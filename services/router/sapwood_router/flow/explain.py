@@ -26,7 +26,7 @@ class Candidate:
     Attributes:
         address: Names the worker.
         requests: On it, as a choice counts them; this router's alone if it is out of the choice.
-        queued_tokens: Prompt tokens it still has to prefill, counted likewise.
+        queued_tokens: Prompt tokens it still has to prefill, counted in the same way.
         excluded: Why it is; empty if it is not.
         cached_tokens: How many of the prompt's tokens it is believed to hold.
         cost: In the policy's measure, the least wins; None for policies without one.

@@ -1,1 +1,1 @@
-"""What a request is, in plain values: who asks, for what, on what terms. Knows no service, no worker and no gRPC."""
+"""A request in plain values: its caller, its content, and its scheduling parameters. Knows no service, no worker and no gRPC."""

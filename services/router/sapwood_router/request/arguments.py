@@ -1,6 +1,6 @@
 """The arguments of calls in a history. Clients send back what a model wrote, also where it was cut short: that is nobody's fault.
 
-Templates need a JSON object, so what is cut is closed, and what is no object becomes one.
+Templates need a JSON object, so cut-off text is closed, and other values are wrapped in an object.
 """
 
 from __future__ import annotations

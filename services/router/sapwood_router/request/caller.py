@@ -19,7 +19,7 @@ class Spending:
 
     Attributes:
         tenant: Whose.
-        prompts: Those that were let in, by identity.
+        prompts: The accepted prompts, by identity.
     """
 
     tenant: Tenant

@@ -1,4 +1,4 @@
-"""One request on its way through the pipeline: what the edge understood, and what each stage adds."""
+"""One request in the pipeline: the fields that the API has parsed, and those that each stage adds."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ class RequestContext(msgspec.Struct):
         prompt, model, sampling: What the client asked for; the seed is the client's or one drawn for it.
         truncation: How a long prompt is cut; None: it is not.
         bad_words: Words that the answer does not hold; they become tokens of ``sampling`` (prepare).
-        output: How tokens become output: what the client asked for, then what the model needs (prepare).
+        output: How tokens become output: first the client's settings, then also the model's (prepare).
         whole: Whether the answer is sent in one piece, at its end.
         detokenize: Whether there is to be text; else the answer is token ids alone.
         grammar: What the text must match.
@@ -314,7 +314,7 @@ class RequestContext(msgspec.Struct):
         output_ids: Tokens the worker generated so far (execute).
         logprobs, prompt_logprobs: How likely those were, and the prompt's tokens but the first, if asked for (execute).
         own_ends: Stop tokens that are the model's, not the client's (prepare).
-        worker_finish, cached_tokens: What the worker said (execute); what was cached is what the first worker found.
+        worker_finish, cached_tokens: From the worker (execute); the cached tokens are those of the first worker.
         accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output (execute).
         attempts: Workers the request was given to (build).
         handoffs: How often the worker that computed the prompt gave a ticket for it.

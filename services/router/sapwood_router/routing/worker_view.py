@@ -35,7 +35,7 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):
         address: Names the worker.
         page_size: Tokens a page of its KV cache holds.
         requests: Requests on it: this router's, as counted here, and other routers', as last reported.
-        queued_tokens: Prompt tokens it still has to prefill, counted likewise.
+        queued_tokens: Prompt tokens it still has to prefill, counted in the same way.
         used_share: Share of its pages that running requests hold, as last reported, 0 to 1.
         recent_work: Work this router gave it lately, in tokens to prefill; decays with a half-life of a minute.
         storage_id: Names the store its KV cache reads from, as last reported; workers of one name share it. Empty: none.

@@ -229,7 +229,7 @@ class TokenizerReplica:
     async def apply_chat_template(
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, request_id: str, deadline: float
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """Renders and encodes a conversation, likewise.
+        """Renders and encodes a conversation, in the same way.
 
         Raises:
             SapwoodError: As :meth:`tokenize`.

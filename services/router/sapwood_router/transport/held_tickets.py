@@ -1,4 +1,4 @@
-"""Tickets for prompts that a worker has handed off, as long as a request may still need them.
+"""Tickets for prompts that a worker keeps for a KV transfer, as long as a request may still need them.
 
 A worker keeps a prompt's pages under a lease, which the router renews over the worker's session while the request runs, so that
 another decode worker can pull them again if the first is lost. A session that ends takes its tickets along.

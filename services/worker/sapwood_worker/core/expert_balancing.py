@@ -286,7 +286,7 @@ class ExpertBalancer:
         return balance(rank_loads(self._recent[layer], self._places(layer)))
 
     def _moves_of(self, layer: int, change: Change) -> list[ExpertMove]:
-        """The change by slots: what comes takes the place of what leaves the same rank, or an empty one."""
+        """The change by slots: an expert that comes to a rank takes the slot of one that leaves it, or an empty slot."""
         slots, room = self.slots[layer], self._room(layer)
         left = {(expert, rank): rank * room + self._of(layer, rank).index(expert) for expert, rank in change.drops}
         moves = []

@@ -189,7 +189,7 @@ class Tiering:
         """Makes the objects that the role needs. Objects of an earlier role stay, so that its tickets are still valid.
 
         Raises:
-            ConfigError: Pages cannot be handed off from here.
+            ConfigError: This worker cannot offer pages for KV transfers.
         """
         config, cache = self._config, self.cache
         if role != "both" and not self.fingerprint:
@@ -340,7 +340,7 @@ def device_report(load: Load) -> list[TierReport]:
 
 
 def measure_token_seconds(config: WorkerConfig, runner: TieredRunner) -> float:
-    """Seconds that it takes to compute a token of a prompt; runs the model, before any request is let in."""
+    """Seconds that it takes to compute a token of a prompt; runs the model, before any request is accepted."""
     info = runner.info
     counts = [info.num_pages, *(window.num_pages for window in info.windows)]
     longest = min(config.max_step_tokens or info.max_step_tokens, info.context_length - 1)
@@ -365,7 +365,7 @@ class HostGround:
     Attributes:
         batch, early_reads: As :class:`~sapwood_worker.core.cache.transfer.reads.Ground` has it.
         page_bytes: Bytes of a page's content.
-        parts: Counts what came of pages before all of their layers were computed.
+        parts: Counts bytes that arrived before all layers of their pages were computed.
     """
 
     batch, early_reads = _BATCH, 4
@@ -403,8 +403,8 @@ class HostGround:
 class TiersOfRanks:
     """Does with the ranks' tiers what :class:`~sapwood_worker.core.tiering.Tiering` does with one's.
 
-    A page is the same object whichever rank has computed it: of a store, and of what other workers hand off, each rank reads what
-    it lacks. Each listens at a port of its own for those that read what it hands off, from ``--kv-transfer-port`` up.
+    A page is the same object for every rank that computes it: each rank reads the pages that it lacks from a store or from other
+    workers. Each rank listens at its own port for readers of its pages, from ``--kv-transfer-port`` up.
 
     Args:
         config: The worker's configuration.

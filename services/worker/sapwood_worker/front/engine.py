@@ -163,7 +163,7 @@ class Engine:
         return generation
 
     async def set_role(self, role: Role) -> None:
-        """Makes ready what a role needs; what an earlier one needed is kept.
+        """Prepares the objects of a role; objects of an earlier role are kept.
 
         Raises:
             InvalidArgumentError: The worker cannot take it; the message says why.
@@ -409,8 +409,8 @@ class Generation:
     """One call. Its one reader reads it to its end (``async for``, or :meth:`listen` and :meth:`take`) or closes it.
 
     Outputs that the reader has not taken yet are merged into one for each continuation: a slow reader loses nothing, and what
-    is kept for it is at most its request's own tokens. A continuation that hands off ends when its ticket is taken: until then
-    nobody else knows of the pages that are kept for it.
+    is kept for it is at most its request's own tokens. A continuation with a KV transfer ends when its ticket is taken: until
+    then no other worker knows of the pages that are kept for it.
 
     Args:
         request_id: The client's name for the request.
@@ -635,7 +635,7 @@ class EmbeddingCalls:
             future.set_result(output.embedding)
 
     def refuse(self, serial: int, error: errors.SapwoodError) -> None:
-        """Fails the request of an input that the scheduler did not let in."""
+        """Fails the request of an input that the scheduler did not accept."""
         future = self._waiting.get(serial)
         if future is not None and not future.done():
             future.set_exception(error)

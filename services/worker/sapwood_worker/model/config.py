@@ -96,7 +96,7 @@ class ModelConfig:
     growth: QueryGrowth | None = None
 
     def layer_cost(self, index: int) -> int:
-        """Numbers of a layer's matrices that a token is multiplied with: what a stage of a pipeline costs goes by it."""
+        """How many numbers of a layer's matrices a token is multiplied with: a pipeline stage's cost is computed from it."""
         width, heads, latent, sparse = self.hidden_size, self.num_heads, self.latent, self.sparse
         if latent is None:
             attention = 2 * width * self.head_dim * (heads + self.num_kv_heads)

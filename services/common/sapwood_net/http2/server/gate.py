@@ -1,4 +1,4 @@
-"""Decides by a call's headers whether it is let in, before any of its messages is read, decompressed or parsed."""
+"""Decides by a call's headers whether the call is accepted, before any of its messages is read, decompressed or parsed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Gate(Protocol):
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether calls without a known key are refused, but for those that are for everybody."""
+        """Whether calls without a known key are refused, except to open methods."""
         ...
 
     def let_in(self, method: str, headers: Headers) -> Tenant | None:
@@ -35,5 +35,5 @@ class Gate(Protocol):
         ...
 
     def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
-        """When a call that was let in begins if it has to wait; for a caller of None its connection counts."""
+        """When an accepted call begins if it has to wait; a caller of None is counted by its connection."""
         ...

@@ -70,7 +70,8 @@ class Http2Server:
         wrap: Called once a method with its full name; returns the handler that is used.
         most_bytes: The largest request.
         status_of: Says what ends a call with an error.
-        gate: Says who is let in, and which of the calls that come at once begin first; None: everybody, each connection in turn.
+        gate: Decides which callers are accepted, and which of simultaneous calls begin first; None: all callers, each connection
+            in turn.
         timeouts: How long clients may take, and be silent or idle.
         memory: Bounds what messages hold; None: four times the largest, for this server alone.
         heavy: Spaces out the parsing of large messages; None: this server's alone.

@@ -20,7 +20,8 @@ BETWEEN_TEXTS = "\n"
 def prompt_of(request: CountRequest, left_out: LeftOut) -> Steps[tuple[ChatPrompt, tuple[str, ...]]]:
     """The conversation, and how the client calls each of its turns.
 
-    A last message of the assistant's is gone on with. ``left_out`` takes tools that nothing here runs, and what came of them.
+    A last message of the assistant's is gone on with. ``left_out`` takes calls of tools that nothing here runs, and their
+    results.
 
     Raises:
         InvalidArgumentError: It has what is not understood.
@@ -160,7 +161,7 @@ class _Turns:
 
 
 def _is_foreign(kind: str) -> bool:
-    """Whether a block is a call of a tool that Anthropic runs, or what came of it."""
+    """Whether a block is a call of a tool that Anthropic runs, or such a call's result."""
     return kind in ("server_tool_use", "mcp_tool_use") or (kind.endswith("_tool_result") and kind != "tool_result")
 
 

@@ -240,7 +240,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             return to_classifications(await self._pipeline.embedder.embed(wanted), raw=request.raw)
 
     def _asked(self, request_id: str, context: Context) -> tuple[str, float, Caller]:
-        """The id of a request, its deadline on the event loop's clock, and who asks."""
+        """The id of a request, its deadline on the event loop's clock, and its caller."""
         metadata = dict(_metadata(context))
         request_id = accept_request_id(request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)

@@ -137,7 +137,7 @@ class Exchange:
         Args:
             limit: The most bytes.
             heavy: A large one, or one with many values, is looked at and parsed in its turns.
-            longest_context: The longest of all models, in tokens: how many a large body may hold goes by it.
+            longest_context: The longest of all models, in tokens: the size limit of a body depends on it.
 
         Raises:
             SapwoodError: It does not come as it should, or has far too many values.

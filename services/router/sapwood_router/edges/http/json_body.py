@@ -88,8 +88,8 @@ def convert(
 ) -> StructT:
     """A checked request.
 
-    Parameters that would change the answer but are not supported are refused unless they have a neutral value. So are those of
-    other APIs that say what form the answer must have, or what the model sees. Null asks for nothing, whatever its name. A whole
+    Parameters that would change the answer but are not supported are refused unless they have a neutral value. So are fields of
+    other APIs that set the form of the answer or the input of the model. Null asks for nothing, whatever its name. A whole
     number may be written with a point.
 
     Args:

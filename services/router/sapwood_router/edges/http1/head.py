@@ -92,7 +92,8 @@ class Head:
 
 
 class HeadReader:
-    """Reads heads. A client sends the same one again and again, but for the length of the body: such a head is read once."""
+    """Reads heads. A client sends the same head again and again, except for the length of the body: such a head is parsed
+    once."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, tuple[Head, int | None]] = {}

@@ -58,7 +58,7 @@ class Request:
 
     Args:
         connection: Its connection.
-        head: What came of it before its body.
+        head: The request line and headers.
         body: Its body.
 
     Attributes:

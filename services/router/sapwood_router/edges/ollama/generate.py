@@ -272,7 +272,7 @@ _EFFORTS = ("low", "medium", "high", "max")
 
 
 class _Options(msgspec.Struct):
-    """``options``, but for those that are sampling settings by the same name."""
+    """``options``, except those that are sampling settings of the same name."""
 
     num_predict: int | None = None
     repeat_penalty: float | None = None

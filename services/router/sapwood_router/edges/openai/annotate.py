@@ -42,7 +42,7 @@ class Annotator:
         tells_prompt: Whether answers include the log probabilities of the prompts.
 
     Attributes:
-        silent: Whether deltas after each choice's first are left as they are, but for the last.
+        silent: Whether a choice's deltas except the first and the last are left unchanged.
         note: The ``logprobs`` of the delta that was read last, in JSON; None: there are none. Who writes them takes them.
         prompt_note: The data about the prompt, if the delta is the first of its choice.
     """

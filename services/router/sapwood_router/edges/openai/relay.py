@@ -1,4 +1,4 @@
-"""Completions and chats of models that backends have: bodies and answers go through as they are, but for the model's name."""
+"""Completions and chats of models that backends have: bodies and answers pass unchanged, except for the model's name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Said(msgspec.Struct):
 
 
 def or_relay(kind: Kind, answer: Answerer) -> Answerer:
-    """What answers a path: ``answer``, but for models that backends have.
+    """The handler of a path: ``answer``, except for models that backends have.
 
     Args:
         kind: What the path is for.

@@ -32,7 +32,7 @@ class AnyRequest(msgspec.Struct, kw_only=True):
 
 
 class GenerationRequest(AnyRequest, kw_only=True):
-    """What completions and chat have in common, but for sampling settings that only pass through: ``parameters.py`` has those."""
+    """The common fields of completions and chat, except sampling settings that only pass through: ``parameters.py`` has those."""
 
     max_tokens: int | None = None
     n: int | None = None

@@ -193,7 +193,7 @@ class ResponsesApi:
         """All items that the model reads, and which of them are the request's own.
 
         Raises:
-            SapwoodError: It has what is not understood, or refers to what is not kept.
+            SapwoodError: The request has an unknown field, or refers to a response that is not kept.
         """
         tenant, conversation = exchange.tenant, Conversation()
         if request.instructions:

@@ -68,7 +68,7 @@ class Conversation:
         Args:
             given: The input.
             find: Finds the item of an earlier answer by its id; its second argument is the client's name of that.
-            left_out: Takes calls of tools that nothing here runs, and what came of them.
+            left_out: Takes calls of tools that nothing here runs, and their results.
 
         Raises:
             InvalidArgumentError: It has what is not understood.
@@ -130,7 +130,7 @@ def _turn(item: Item, path: str) -> Turn:
 
 
 def _is_foreign(kind: str) -> bool:
-    """Whether an item is a call of a tool that nothing here runs, or what came of it, or says what is on offer."""
+    """Whether an item is a call of a tool that nothing here runs, or its result, or a list of such tools."""
     if kind in ("function_call", "function_call_output"):
         return False
     return (

@@ -36,7 +36,7 @@ class AbortRequest(msgspec.Struct):
 
 
 class PauseRequest(msgspec.Struct):
-    """``POST /pause_generation``: what runs is aborted or stands still, and what comes waits."""
+    """``POST /pause_generation``: running requests are aborted or stopped, and new ones wait."""
 
     mode: PauseMode = PauseMode.ABORT
 

@@ -75,7 +75,7 @@ class GenerateRequest(LogprobsRequest, kw_only=True):
 
 
 class _Settings(msgspec.Struct):
-    """``sampling_params``, but for those that are sampling settings by the same name."""
+    """``sampling_params``, except those that are sampling settings of the same name."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None

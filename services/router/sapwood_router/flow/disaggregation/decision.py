@@ -17,8 +17,8 @@ Roles are preferences: if no other worker is available, any worker serves any re
 less. That is the least of what the cheapest pair and the cheapest worker alone would cost (``weighing.py``; the policy then
 chooses whom, of the role that costs least, or of all where their costs are nearly the same).
 
-Nothing is weighed while many wait for their first token beside those that generate, as when many come at once: what such a fleet
-will do in a second is not what it did in the last ones, and the policy, which counts requests and their tokens, spreads them more
+Nothing is weighed while many wait for their first token beside those that generate, as when many come at once: such a fleet's
+next second differs from its last ones, and the policy, which counts requests and their tokens, spreads them more
 evenly. Nor is anything weighed where no worker has a request: there is none that a pair could spare anything, and the next may be
 one of many.
 
@@ -92,7 +92,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Disaggregation:
-    """Decides, for requests and for who asks what would be decided.
+    """Decides for requests, and for callers that only ask what would be decided.
 
     Args:
         mode: What the operator wants.

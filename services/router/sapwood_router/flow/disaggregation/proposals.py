@@ -25,7 +25,7 @@ SMOOTHING = 30.0
 _LONG_WAIT, _SHORT_WAIT = 1.0, 0.1
 """Seconds of prompts queued for each prefill worker: from the first it has too much to do, up to the second next to nothing."""
 _FULL, _ROOMY = 0.9, 0.5
-"""Share of a decode worker's pages that running requests hold, likewise."""
+"""The share of a decode worker's pages that running requests hold, averaged in the same way."""
 
 
 class _Averages(NamedTuple):

@@ -122,8 +122,8 @@ class Followers:
         return output, reports
 
     def _assure_alike(self, reports: Sequence[RankReport]) -> None:
-        """Raises RankLostError where devices have failed after other exchanges than here: what one has launched waits there for
-        what the others launch next, which is something else."""
+        """Raises RankLostError if devices failed after different numbers of exchanges: a launched exchange on one device would
+        wait for a different exchange on the others."""
         for rank, report in enumerate(reports, 1):
             if self._asynchronous and report.error and report.entered != self.waits.entered:
                 raise RankLostError(f"rank {rank} failed in another place than rank 0: {report.error}")

@@ -247,7 +247,7 @@ def end_output(
 
 # The scheduler's part in KV transfers: which prompts and pages it offers to other workers, and which pages it reads from them.
 #
-# A request that hands off ends here with its prompt; its pages are kept for the worker that continues it (``leases.py``).
+# A request of a KV transfer ends here with its prompt; its pages are kept for the worker that continues it (``leases.py``).
 # That worker reads the pages, possibly before the request arrives (``reads.py``).
 #
 # Complexity: O(pages of the prompt) for each prompt, O(leases) a poll.
@@ -257,7 +257,7 @@ class Handoffs:
     """Offers, keeps and reads pages.
 
     Args:
-        tiers: The KV cache's lower tiers; None: nothing is handed off.
+        tiers: The KV cache's lower tiers; None: there are no KV transfers.
         cache: The prefix cache.
         running: Knows the pages of running requests.
         page_size: Tokens in a page.
@@ -372,7 +372,7 @@ class Lifecycle:
     Args:
         config: The scheduler's.
         limit: Most tokens of a request, prompt and output together.
-        waiting: The queue of requests that were let in.
+        waiting: The queue of accepted requests.
         running: The batch that admission moves them to.
         fairness: Learns which tenants are busy.
         cache: The prefix cache.

@@ -274,7 +274,7 @@ class DecoderModel(Layer):
         return hidden
 
     def run_layer(self, index: int, hidden: Tensor, plan: AttentionPlan) -> Tensor:
-        """Runs one layer over one text from its first token on, for who looks between layers.
+        """Runs one layer over one text from its first token on, for callers that inspect states between layers.
 
         Args:
             index: The layer's.
@@ -331,7 +331,7 @@ class DecoderModel(Layer):
         return hidden
 
     def _settle(self) -> None:
-        """Completes what a layer gave, for who sees it before the next layer does."""
+        """Completes a layer's output, for callers that read it before the next layer."""
         if self._overlapping.overlap is not None:
             self._overlapping.overlap.settle()
 

@@ -155,7 +155,7 @@ class OwnPool:
     Args:
         layers: For each its address, the bytes of a page, and where in the content of a page's record they go; at least one.
         memory: The device's.
-        mark: Notes what was launched on the device before now; what it returns returns once that is over.
+        mark: Notes the work launched on the device so far; returns a function that waits until that work is over.
 
     Attributes:
         memory, mark: The arguments.

@@ -172,7 +172,7 @@ class TokenSampler:
             step: The step; its grammar masks are waited for.
             at: The positions that it samples, at least one.
             greedy: Each row's likeliest token, -1 where there is none, if they are known already.
-            drawn: Each row's token by its request's settings of the draw, likewise.
+            drawn: Each row's token, sampled with its request's settings, likewise.
         """
         settings, drafts = self._settings, at.drafts
         if step.masks is None and settings.drawn(at.rows):

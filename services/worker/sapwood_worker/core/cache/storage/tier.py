@@ -211,7 +211,7 @@ class _Fetched:
 
 
 class StorageTier:
-    """The third tier, single-threaded but for the jobs that its executor runs.
+    """The third tier, single-threaded except for the jobs that its executor runs.
 
     Args:
         host: The second tier's pages.

@@ -471,7 +471,7 @@ class PageReads:
         return True
 
     def announced(self, ticket: HandoffTicket, pages: list[PageName], cached: int) -> None:
-        """Reads pages that are lacking for a request which is likely to come.
+        """Reads missing pages for a request that will probably come.
 
         Args:
             ticket: For some of its prompt's pages.
@@ -635,7 +635,7 @@ class TransferReceiver:
         return self.host.start(serial, prompt.pages[first:], first, ticket)
 
     def announced(self, ticket: HandoffTicket, pages: list[PageName], cached: int, found: int) -> None:
-        """Reads pages that are lacking for a request which is likely to come.
+        """Reads missing pages for a request that will probably come.
 
         Args:
             ticket: For some of its prompt's pages.

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4, but for the mixtures of experts and those that see or hear: Llama's layers in fewer tensors."""
+"""Phi-3, Phi-3.5 and Phi-4, except the mixtures of experts and the multimodal models: Llama's layers in fewer tensors."""
 
 from __future__ import annotations
 

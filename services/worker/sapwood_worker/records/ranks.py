@@ -12,9 +12,9 @@ from typing import TypeAlias
 import msgspec
 
 # The progress that a rank shows: whether it computes, or for which other ranks it waits.
-# A rank that hangs in a computation has the same heartbeat as one that works. But the others wait for it, and it # waits for no
+# A rank that hangs in a computation has the same heartbeat as one that works. But the others wait for it, and it waits for no
 # rank. So before an exchange each rank writes down which ranks it needs, in memory that its host's front reads.
-# Ranks whose devices compute asynchronously exchange nothing on their hosts: such a rank counts the steps that it has #
+# Ranks whose devices compute asynchronously exchange nothing on their hosts: such a rank counts the steps that it has
 # launched, and shows when it waits for its device, which needs all other ranks' devices.
 
 

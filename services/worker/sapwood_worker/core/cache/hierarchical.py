@@ -370,7 +370,7 @@ def _load_copy(loads: Sequence[tuple[PageIds, list[HostPage]]]) -> PageCopy | No
 
 
 # Pages read from other workers that are cached on the device and not stored in host memory yet. Each step stores some, except
-# the step # that begins their request. To launch all of their copies at once would delay its first token, and those that others
+# the step that begins their request. To launch all of their copies at once would delay its first token, and those that others
 # wait for.
 _A_STEP = 64
 
@@ -402,7 +402,7 @@ class AdoptedPages:
         return due
 
 
-# Pages of transferred prompts that a step fills. They are copied to the second tier while the step computes, layer by # layer,
+# Pages of transferred prompts that a step fills. They are copied to the second tier while the step computes, layer by layer,
 # and other workers read them there.
 # To hash the pages and to reserve host pages takes milliseconds. It is done after the launch of the step, so that
 # the device does not wait for it.

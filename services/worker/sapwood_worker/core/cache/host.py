@@ -297,7 +297,7 @@ def check_host(host: HostPages, writing: set[int], fetching: int, pins: Mapping[
 
 
 # Copies from the device to the second tier: from the choice of a page to the report that its copy has ended.
-# Pages are copied in batches. A batch waits for the coming step, and is then under way until the runner reports its # number.
+# Pages are copied in batches. A batch waits for the coming step, and is then under way until the runner reports its number.
 # Until then its device pages are *being stored*: code that is about to overwrite one of them has to wait.
 
 
@@ -400,7 +400,7 @@ class HostStores:
 
 # Pages that are read into host pages while the request that lacks them waits: from a store, or another
 # worker.
-# Host pages are reserved for a read, and given back only when the read has ended, successfully or not. A page that passed its #
+# Host pages are reserved for a read, and given back only when the read has ended, successfully or not. A page that passed its
 # check is an ordinary page of the second tier, pinned until the request starts. Bound: arrivals hold at most ``share``
 # of the host pages.
 

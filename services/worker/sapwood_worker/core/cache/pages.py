@@ -18,8 +18,8 @@ from sapwood_worker.records.kv_layout import WindowGroup
 # keeping it after the owner has ended, is an error at once and not a wrong token later.
 # The error names the owner and the one for whom the page was allocated last.
 #
-# A page's epoch counts its allocations. Code that relies on a page later (at the end of a step in flight or of a # transfer)
-# holds a :class:`PageHandle` and confirms it. Confirming fails if the page was allocated again since, even to # the same owner.
+# A page's epoch counts its allocations. Code that relies on a page later (at the end of a step in flight or of a transfer)
+# holds a :class:`PageHandle` and confirms it. Confirming fails if the page was allocated again since, even to the same owner.
 
 
 FREE = -1
@@ -282,10 +282,10 @@ class PageTable:
 # Entry i of a row stands for the same positions as in the page table. A row keeps the pages that its next query sees,
 # and those of the tokens being computed. A page that slides out of the window is freed, or left to the cache where the tree
 # has the prefix.
-# The tree does not know these pages: one of its pages may have a window page *beside* it, or none (any more). So a # cached
-# prefix can be used only up to a point where all pages that the next query sees have window pages # (:meth:`WindowPages.usable`).
-# Pages that no row uses are evicted when room is needed: first pages that have slid out of a # window, then those at which a
-# sequence ended or branched off, since these are asked for again. In both groups # the least recently used page goes first.
+# The tree does not know these pages: one of its pages may have a window page *beside* it, or none (any more). So a cached
+# prefix can be used only up to a point where all pages that the next query sees have window pages (:meth:`WindowPages.usable`).
+# Pages that no row uses are evicted when room is needed: first pages that have slid out of a window, then those at which a
+# sequence ended or branched off, since these are asked for again. In both groups the least recently used page goes first.
 #
 # Complexity: O(pages) for each page that enters or leaves a row, O(pages of the prefix), vectorised, to match. Bound:
 # one entry for each page.

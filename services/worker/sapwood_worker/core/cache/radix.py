@@ -72,7 +72,7 @@ def root_of(node: Node) -> Node:
 # The radix tree of cached prefixes, over pages of token ids.
 #
 # Algorithm: each edge is a run of whole pages (as in SGLang's RadixAttention; a PATRICIA tree with pages as letters); a
-# child is found by the bytes of its first page. A node that a running request uses is locked, and so are all nodes above # it.
+# child is found by the bytes of its first page. A node that a running request uses is locked, and so are all nodes above it.
 # Only unlocked leaves are evicted, from their end, so the remainder of a cached sequence is always a prefix of it.
 #
 # Complexity, for a sequence of n pages: match and insert compare O(n) bytes (in C, a run at a time), lock and unlock

@@ -268,7 +268,7 @@ def _sooner(taker: Scheduler, more: int, request: Request) -> bool:
     return request.ticket is None and request.remaining - taker.cached_tokens(request) < more
 
 
-# Balances work over ranks that wait for each other in every layer: chooses the rank of a new request, and the # number of prompt
+# Balances work over ranks that wait for each other in every layer: chooses the rank of a new request, and the number of prompt
 # tokens that each rank computes in a step.
 #
 # Work is counted in tokens to compute. Every rank waits for the slowest, so the longest of their steps is what counts.

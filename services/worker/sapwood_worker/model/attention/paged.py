@@ -188,7 +188,7 @@ def find_runs(table: npt.NDArray[np.int32], lengths: IntArray, page_size: int) -
     if len(np.unique(begins)) == len(begins):
         return None
     runs: list[IntArray] = []
-    # For each place in ``order``, its group. The members of a group stand side by side and share their first ``at`` pages; #
+    # For each place in ``order``, its group. The members of a group stand side by side and share their first ``at`` pages;
     # runs exist for the first ``done`` of these.
     order = np.arange(count)
     group, at, done = np.zeros((3, count), np.int64)

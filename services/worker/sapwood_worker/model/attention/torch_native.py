@@ -339,7 +339,7 @@ NATIVE = AttentionBackend(
 
 # Attention in plain torch, for any device, that reads shared keys once for all requests: the reference of
 # ``sapwood_kernels.attention.shared.triton_shared`` and ``shared.prefill``, and what a CPU uses.
-# A part of the result is computed for each shared run, with the queries of all its requests as rows of one product, and # one
+# A part of the result is computed for each shared run, with the queries of all its requests as rows of one product, and one
 # part for each request's own keys. The parts are added, each weighted by its sum of weights (log-sum-exp), which is exact except
 # for rounding.
 

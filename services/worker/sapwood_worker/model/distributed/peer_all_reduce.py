@@ -22,7 +22,7 @@ from sapwood_worker.model.distributed.torch_group import TorchGroup
 
 # Memory of a GPU that the processes of the host's other GPUs read and write: CUDA IPC, by the driver's own calls.
 #
-# torch's allocator would share whole blocks of its own. Separate memory does not interfere with it, or with the trials # that
+# torch's allocator would share whole blocks of its own. Separate memory does not interfere with it, or with the trials that
 # measure free memory.
 
 

@@ -171,8 +171,8 @@ class DraftingRunner(ModelRunner):
 # The results that a head has computed behind a check, before the host knew how much of the draft was right.
 #
 # A check of a draft leaves the model's features of all its positions, and the tokens sampled there. So the head can
-# compute all these positions at once, while the host waits for the check's result and plans. The next draft then begins # with
-# the head's result for the last accepted position. What the head has written for later positions is overwritten # before it is
+# compute all these positions at once, while the host waits for the check's result and plans. The next draft then begins with
+# the head's result for the last accepted position. What the head has written for later positions is overwritten before it is
 # read.
 @dataclass(frozen=True, slots=True)
 class FollowUp:
@@ -208,7 +208,7 @@ class FollowUp:
 #
 # Where a draft begins depends on how many tokens the check accepts. The device finds that out by itself: it takes the
 # positions, slots and keys of the draft from those that were prepared for every number of tokens. So it drafts while
-# the host takes the check's result, plans, and launches the next check. A draft for a request that has # ended is thrown away.
+# the host takes the check's result, plans, and launches the next check. A draft for a request that has ended is thrown away.
 @dataclass(frozen=True, slots=True)
 class DraftRoom:
     """Where the next draft of P requests may lie, while their present draft is checked.
@@ -282,7 +282,7 @@ def accepted(check: Step, computed: Tensor, sampled: Tensor, ops: DeviceOps) -> 
     return (sampled[at] == computed[after]).long().mul(drafted).cumprod(1).sum(1)
 
 
-# Steps of dummy requests that make drafts and check them. They compile and load all kernels of a draft. Otherwise the first #
+# Steps of dummy requests that make drafts and check them. They compile and load all kernels of a draft. Otherwise the first
 # real draft would do so, and the scheduler, which measures the cost of drafts, would take drafts for expensive.
 
 

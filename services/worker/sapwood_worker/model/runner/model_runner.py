@@ -409,8 +409,8 @@ class ModelRunner:
 # Steps whose layers a stage of a pipeline has launched, but not yet what follows the last stage.
 # The computing queue waits for a step's tensor from the last stage.
 # So this stage runs the layers of later steps
-# first, one step for each stage after this one; those stages compute meanwhile. Stages cannot wait for each other in a # circle:
-# an earlier stage defers at least as many steps as a later one, whose layers need its output. A step never overtakes one that #
+# first, one step for each stage after this one; those stages compute meanwhile. Stages cannot wait for each other in a circle:
+# an earlier stage defers at least as many steps as a later one, whose layers need its output. A step never overtakes one that
 # samples a token that the step computes and the host does not know.
 class DeferredSteps:
     """The steps, in the order of their launch.

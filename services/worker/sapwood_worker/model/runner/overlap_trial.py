@@ -269,7 +269,7 @@ def _seconds(call: Callable[[], object], ops: DeviceOps) -> float:
     return (time.perf_counter() - began) / calls
 
 
-# Steps of dummy requests. They show the least number of requests for which computing several # steps at once in a pipeline
+# Steps of dummy requests. They show the least number of requests for which computing several steps at once in a pipeline
 # (micro_batches) pays, and whether the tokens of such steps are right. For devices that compute while their host
 # continues.
 

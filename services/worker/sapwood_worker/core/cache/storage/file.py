@@ -22,11 +22,11 @@ from sapwood_worker.core.cache.storage.url import StorageUrl
 
 # Objects as files in a folder that any number of processes and machines may share. The backend that uses it moves the
 # bytes.
-# An object is written to a temporary file and renamed, so that a reader sees all of it or nothing. A file's modification time #
-# is the time of the object's last use. When the files outgrow the cap, one process at a time (by a lock file) # removes the
-# least recently used ones down to nine tenths of the cap. Each process counts the bytes that it writes, # and looks at the whole
+# An object is written to a temporary file and renamed, so that a reader sees all of it or nothing. A file's modification time
+# is the time of the object's last use. When the files outgrow the cap, one process at a time (by a lock file) removes the
+# least recently used ones down to nine tenths of the cap. Each process counts the bytes that it writes, and looks at the whole
 # folder whenever it has written a sixteenth of the cap. So n processes exceed the cap by n sixteenths at most.
-# If the path of an object holds anything but a readable file of its size, writing the object replaces # that. Missing folders
+# If the path of an object holds anything but a readable file of its size, writing the object replaces that. Missing folders
 # are made again.
 #
 # Complexity: one or two file operations an object, besides its bytes; a look at the folder is O(objects).

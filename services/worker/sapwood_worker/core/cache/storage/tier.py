@@ -25,17 +25,17 @@ from sapwood_worker.records.kv_events import BlockRemoved, BlockStored
 # request waits for them: ``best_effort`` no; ``timeout`` until a time that grows with the prompt; ``wait_complete``
 # until all pages are there (a minute at most).
 #
-# Nothing here blocks: calls to the store run in other threads (``backend.py``). Every page from a store # is checked byte by
+# Nothing here blocks: calls to the store run in other threads (``backend.py``). Every page from a store is checked byte by
 # byte (``record.py``), and a request is released in time even if the store hangs.
 #
 # Bound: prefetches hold at most ``share`` of the host pages; writes to the store pin at most the same number again.
 
 
 # The pages that a worker knows to be in the store, for its KV events (medium CPU_TIER2).
-# Other workers share the store and remove pages from it: a page is known if the worker has written, read or found it and not #
+# Other workers share the store and remove pages from it: a page is known if the worker has written, read or found it and not
 # missed it since. A page is known only while the page before it is known, so the known pages of a prompt are a prefix.
 #
-# Algorithm: a tree by parent hashes. Above the bound the least recently seen leaf is forgotten; a page that turns out to be #
+# Algorithm: a tree by parent hashes. Above the bound the least recently seen leaf is forgotten; a page that turns out to be
 # missing is forgotten with all pages that follow it. Complexity: O(1) a page to add or touch, O(log pages) to drop. Bound:
 # ``most`` pages.
 

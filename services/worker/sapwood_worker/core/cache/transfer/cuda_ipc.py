@@ -110,9 +110,9 @@ class Peers:
                 peer.pool.close()
 
 
-# Pages from the source's GPU, within a host: the reader's copy engines copy them from there into its own GPU's pages # or into
+# Pages from the source's GPU, within a host: the reader's copy engines copy them from there into its own GPU's pages or into
 # its host pages.
-# 1. The source says how other processes reach its device pool, and where in it each page lies. The place of a page copied to #
+# 1. The source says how other processes reach its device pool, and where in it each page lies. The place of a page copied to
 # host memory is known as long as the device page has no new owner (its epoch shows this).
 # 2. It says which pages and which layers are there, with their headers, as for shared memory (``wire.py``).
 # 3. The reader copies and says that it is done.

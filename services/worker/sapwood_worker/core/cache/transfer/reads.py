@@ -22,14 +22,14 @@ from sapwood_worker.core.cache.transfer.transfer_backend import PartCount, Trans
 from sapwood_worker.model.pools.host_pool import ARRIVING_PAGES, HEADER_BYTES
 from sapwood_worker.records.handoff import HandoffTicket, log_stage
 
-# Device pages that another worker's device fills: so a prompt transferred within a host does not pass # through host memory, and
+# Device pages that another worker's device fills: so a prompt transferred within a host does not pass through host memory, and
 # is not copied to the device when its request starts.
 #
 # A page is taken from the prefix cache's room (free or evictable), and a transfer owns it until its request may start.
-# Then pages that continue the cached part of the prompt are shared as if they had been computed here, and the others are # given
-# back. A page is written only after all steps that were launched before it was taken are over, and every # copy of its old
-# content has ended. There is no checksum, because the device moves the bytes. After a read the source says whether its pages #
-# still had the ticket's content (``cuda_ipc.py``). Pages that the source's device no longer has come through # host memory, and
+# Then pages that continue the cached part of the prompt are shared as if they had been computed here, and the others are given
+# back. A page is written only after all steps that were launched before it was taken are over, and every copy of its old
+# content has ended. There is no checksum, because the device moves the bytes. After a read the source says whether its pages
+# still had the ticket's content (``cuda_ipc.py``). Pages that the source's device no longer has come through host memory, and
 # are checked there.
 
 
@@ -299,8 +299,8 @@ class ReceiveBuffer:
 #        |                               |-----its patience is over--------^
 #        '--nothing is lacking-----------'-----aborted--> (gone; reads under way end by themselves)
 #
-# Announced pages are pinned until the request arrives and uses them, or until no message named them for # ``NEWS_SECONDS``. A
-# page that was read is checked, and becomes a page of a tier or is thrown away. Nothing here # blocks: reads run in other
+# Announced pages are pinned until the request arrives and uses them, or until no message named them for ``NEWS_SECONDS``. A
+# page that was read is checked, and becomes a page of a tier or is thrown away. Nothing here blocks: reads run in other
 # threads, and begin when the pages that they fill are no longer in use.
 
 

@@ -28,7 +28,7 @@ from sapwood_worker.model.pools.host_pool import HEADER_BYTES, record_bytes
 from sapwood_worker.records.handoff import HandoffTicket
 
 # Pages over the connection itself. Always there.
-# Page by page the source says whether it has the page. If so the sealed record follows, and then whether the page # still had
+# Page by page the source says whether it has the page. If so the sealed record follows, and then whether the page still had
 # the ticket's content after it was sent. Pages that are being computed follow in parts (``wire.py``).
 
 

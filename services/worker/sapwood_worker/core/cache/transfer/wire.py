@@ -53,8 +53,8 @@ class PageTls(NamedTuple):
 
 
 # The protocol between a reader and a source of pages, for every backend.
-# A connection carries one read. The reader sends an :class:`Ask`, and the source's answer depends on its ``way``: # the modules
-# of this folder each have both sides. A connection that sends # anything else, or nothing for ``SILENCE_SECONDS``, is closed.
+# A connection carries one read. The reader sends an :class:`Ask`, and the source's answer depends on its ``way``: the modules
+# of this folder each have both sides. A connection that sends anything else, or nothing for ``SILENCE_SECONDS``, is closed.
 
 
 Way = Literal["tcp", "shm", "nixl", "mooncake", "cuda", "device"]
@@ -222,11 +222,11 @@ def dialled(ticket: HandoffTicket, way: Way, indices: Sequence[int], tls: PageTl
 
 # A source's answers about the pages of a read: present, missing, or coming layer by layer while it still computes them.
 #
-# The source first answers for every page of the read: yes, no, or ``LATER`` for one that is coming. Then it repeatedly # says
-# which bytes of the coming pages are there, until all are; an empty answer says that it is still computing. The # bytes follow
-# each answer (TCP), or the reader reads them from the source's memory.  When the step that # computed the pages has succeeded,
-# the source says for each coming page, in order, whether it has it now, # with the header over all of its content. If the bytes
-# never pass through host memory there is no checksum: instead of the header the source sends only the proof # of the page's
+# The source first answers for every page of the read: yes, no, or ``LATER`` for one that is coming. Then it repeatedly says
+# which bytes of the coming pages are there, until all are; an empty answer says that it is still computing. The bytes follow
+# each answer (TCP), or the reader reads them from the source's memory. When the step that computed the pages has succeeded,
+# the source says for each coming page, in order, whether it has it now, with the header over all of its content. If the bytes
+# never pass through host memory there is no checksum: instead of the header the source sends only the proof of the page's
 # tokens and tenant.
 
 

@@ -137,7 +137,7 @@ class DecodeGraphs:
         self.columns = torch.arange(sizes[-1], device=pool.device)
         self._last_tokens = last_tokens
         self._sizes = list(sizes)
-        # Its rows are token ids, positions, rows of the page table, cache slots of each group, and the slots for # a head's
+        # Its rows are token ids, positions, rows of the page table, cache slots of each group, and the slots for a head's
         # output: one copy brings all of them to the device.
         tables = len(pool.counts)
         rows = 3 + tables + (shifted is not None)

@@ -122,7 +122,7 @@ class DraftedTokens:
 # A chain of decodes of the same requests: each computes the token that the one before has sampled. The host prepares
 # all of them at once, so that the device need not wait for the host in between.
 # A head's step takes an H200 0.25 ms, and the host needs the same time to prepare it. In a chain the host prepares nothing
-# between # steps: a copy on the device brings positions and slots, and the attention's plan is moved by a key.
+# between steps: a copy on the device brings positions and slots, and the attention's plan is moved by a key.
 
 
 @dataclass(frozen=True, slots=True)

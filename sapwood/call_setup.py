@@ -61,7 +61,7 @@ def request_id_of(metadata: Iterable[Any] | None) -> str | None:
 
 
 class Calls:
-    """What each call of a client is made with.
+    """The settings of each call of a client.
 
     Attributes:
         address: The router's.

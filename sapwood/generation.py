@@ -61,7 +61,8 @@ class Options(TypedDict, total=False):
             answer.
         truncate_right: Whether the first tokens are kept instead.
         add_special_tokens: Whether the model's own special tokens, such as BOS, come before the text. With text only.
-        suffix: What comes after the answer, which fills the gap between the text and this. Only with text, and models that can.
+        suffix: The text after the answer; the answer fills the gap between the prompt and this. Only with text, and models that
+            can.
         whole: The answer comes as one delta for each continuation, which costs less than a stream. Default False.
         json_schema: The text is JSON that matches this schema (a mapping, or JSON text).
         regex: The text matches this expression.
@@ -119,7 +120,7 @@ class Options(TypedDict, total=False):
 class Usage:
     """Token counts of one request; ``cached_tokens`` of its prompt tokens were found in the prefix cache.
 
-    Of the tokens that the worker drafted, some became output (accepted) and the others did not (rejected). Some of the output
+    Some of the tokens that the worker drafted became output (accepted), the others did not (rejected). Some of the output
     is reasoning.
     """
 
@@ -280,7 +281,7 @@ class WorkerStatus:
         waiting_requests: Requests it reported as waiting.
         used_pages: KV pages held by requests or the prefix cache.
         num_pages: KV pages it has.
-        role: What it does of a request: "both", "prefill" or "decode".
+        role: Which part of a request it computes: "both", "prefill" or "decode".
     """
 
     address: str

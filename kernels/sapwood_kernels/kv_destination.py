@@ -17,7 +17,7 @@ class KVDestination:
         keys: [P, page size, K, D], in any order except that D is last: the layer's key pages.
         values: The same, in the same order, for values.
         slots: int64 [T]: each token's slot: the page size times its page, plus its place there.
-        scales: What keys and values are divided by on the way into a float8 cache.
+        scales: The divisors of keys and values when they are stored in a float8 cache.
     """
 
     keys: Tensor

@@ -121,7 +121,7 @@ def store_kv(
         key_pages: [P, page size, K, D] in any order, mutated.
         value_pages: The same for values.
         slots: int64 [T], no slot twice.
-        scales: What keys and values are divided by on the way into pages of float8_e4m3fn.
+        scales: The divisors of keys and values when they are stored in pages of float8_e4m3fn.
     """
     store_vectors(key, key_pages, slots, scales[0])
     store_vectors(value, value_pages, slots, scales[1])

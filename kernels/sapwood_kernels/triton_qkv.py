@@ -110,7 +110,7 @@ def norm_rope_store(
         key_pages: [P, S, K, D] in any order except that D is last, mutated at ``slots``; of qkv's dtype or float8_e4m3fn.
         value_pages: The same, in the same order, for values.
         slots: int64 [T]: ``page * S + offset``.
-        scales: What keys and values are divided by for a cache of float8.
+        scales: The divisors of keys and values for a float8 cache.
         num_heads: H.
         norm_weights: float32 [D] for query heads and for key heads; None: no norm.
         eps: Added to the mean square in the norms.

@@ -61,7 +61,7 @@ class Plan:
         arrivals: How requests of a rate are spread.
         warm_up: Requests before the first load that are not measured.
         seed: The seed of all that is drawn.
-        slo: What good requests keep.
+        slo: The limits that good requests keep.
     """
 
     where: Where

@@ -16,12 +16,12 @@ _PROGRESS_SECONDS = 0.25
 
 @dataclass
 class Run:
-    """What a load sent and saw; it grows while the load runs.
+    """The record of a load; it grows while the load runs.
 
     Attributes:
         began: When the load began, on :data:`~sapwood.bench.targets.record.clock`.
         records: One for each request, in the order of sending.
-        ended: Those that are over, in the order in which they ended.
+        ended: The finished requests, in the order in which they ended.
         failures: How many of these failed.
         lag: How late the load generator was.
         open_loop: Whether requests were sent at given times.

@@ -1,4 +1,4 @@
-"""What the requests of a load come to."""
+"""The figures of a load's requests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Measures:
         tpot: Time per output token after the first, of each request.
         e2e: Until the end of the answer.
         input_tokens: Tokens of the prompts that were answered, by the server's usage.
-        cached_tokens: Those of them that the server found in its cache; None if it does not tell.
+        cached_tokens: How many of them the server found in its cache; None if it does not report it.
         output_tokens: Tokens of the answers.
         pieces: Pieces in which they came.
         without_usage: Answers without the server's usage; no figure of tokens has them.
@@ -117,7 +117,7 @@ def measure(run: Run, slo: Slo | None = None, *, expects_json: bool = False) -> 
 
     Args:
         run: The load.
-        slo: What good requests keep.
+        slo: The limits that good requests keep.
         expects_json: Whether the answers were to be JSON.
     """
     sent = [record for record in run.records if record.sent]

@@ -35,7 +35,7 @@ def level_lines(found: LevelResult, slo: object) -> list[str]:
 
 
 def facts(measures: Measures, slo: object) -> list[tuple[str, str]]:
-    """What is printed with the times, each with its title."""
+    """The figures that are printed with the times, each with its title."""
     rate = measures.rate
     found = [("requests", f"{rate(measures.succeeded):.2f} /s")]
     answered = measures.succeeded - measures.without_usage

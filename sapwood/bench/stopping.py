@@ -10,7 +10,7 @@ Found = TypeVar("Found")
 
 
 async def unless_stopped(work: Coroutine[None, None, Found], stop: asyncio.Event) -> Found | None:
-    """What the work returns; None if ``stop`` was set before: the work is then cancelled. Raises what the work raises."""
+    """The result of the work; None if ``stop`` was set before: the work is then cancelled. Raises what the work raises."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)

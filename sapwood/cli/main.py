@@ -170,7 +170,7 @@ _ELSEWHERE = {
     "tp": "--tensor-parallel",
     "tp-size": "--tensor-parallel",
 }
-"""What flags of `vllm serve` and SGLang's server are called here."""
+"""Sapwood's names for flags of `vllm serve` and SGLang's server."""
 
 
 def _similar(word: str, flags: list[str]) -> list[str]:

@@ -82,8 +82,8 @@ class Services:
         tokenizer: The one tokenizer.
         worker: The settings of each worker.
         workers: The number of workers.
-        front: What the router is called in logs.
-        roles: What each worker does of a request; empty: as its settings say.
+        front: The router's name in logs.
+        roles: The role of each worker; empty: the role in its settings.
         gpus: CUDA_VISIBLE_DEVICES of each worker; empty: as it is here.
     """
 
@@ -126,8 +126,8 @@ def read_services(
         tokenizer: The same for the tokenizer.
         worker: The same for workers.
         workers: The number of workers.
-        front: What the router is called in logs.
-        roles: What each worker does of a request; empty: as the worker's settings say.
+        front: The router's name in logs.
+        roles: The role of each worker; empty: the role in the worker's settings.
 
     Raises:
         CliError: A value is wrong.

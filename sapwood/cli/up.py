@@ -20,12 +20,12 @@ from sapwood.cli.local.running import Record, detach, recorded
 from sapwood.cli.terminal import Terminal, open_terminal
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
 
-# `sapwood up --no-router`: one worker that answers HTTP on one port. What stands around it listens on Unix sockets only.
+# `sapwood up --no-router`: one worker that answers HTTP on one port. The services around it listen only on Unix sockets.
 #
 # The HTTP front is the router's, with one worker that never changes and nothing to choose: the APIs, statuses and flags are the
 # same to the letter, and there is one edge to look after.
 FRONT = "http"
-"""What the process that answers HTTP is called in logs."""
+"""The name in logs of the process that answers HTTP."""
 # On Unix sockets in a folder of one's own any number is free.
 _FRONT, _TOKENIZER, _TOKENIZER_METRICS, _WORKER, _WORKER_METRICS = range(1, 6)
 
@@ -97,7 +97,7 @@ def configure(verbs: Any, *, with_services: bool) -> None:
         "follows their logs. A tokenizer or worker that ends is started again, at most five times in ten minutes. Ctrl-C or "
         "SIGTERM lets running requests finish and stops all; a second one stops at once. "
         "Every flag of a service is taken with its name before it: --worker-max-running 8 is a worker's --max-running 8. "
-        "What no flag says is the service's own variable (SAPWOOD_WORKER_MAX_RUNNING) or default.",
+        "A setting without a flag comes from the service's own variable (SAPWOOD_WORKER_MAX_RUNNING) or default.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )

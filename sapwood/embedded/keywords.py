@@ -1,8 +1,8 @@
 """A cluster as keyword arguments describe it: the settings of its services by their own names.
 
 A setting goes to the service that has it (``max_running=8`` to the workers), to all where it means the same (``log_level``), and
-with a service's name before it to that one alone (``router_log_level``, ``router_policy``). What none says is the service's own
-variable or default, as for `sapwood up`.
+with a service's name before it to that one alone (``router_log_level``, ``router_policy``). A setting without a keyword comes
+from the service's own variable or default, as for `sapwood up`.
 """
 
 from __future__ import annotations

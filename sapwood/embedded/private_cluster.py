@@ -14,7 +14,7 @@ from sapwood_common.network.socket_folder import SocketFolder
 _WEEK = 7 * 24 * 3600.0
 _LEAST_AT_ONCE, _MOST_QUEUED = 1024, 65_536
 _MOST_RUNNING = 256
-"""What a worker runs at once, at most, where no setting says it."""
+"""The most requests that a worker runs at once, if no setting says it."""
 
 
 class PrivateCluster:

@@ -21,7 +21,7 @@ class Scored:
 
     Attributes:
         item: The item.
-        answer: What the model answered, or the choice that is likeliest.
+        answer: The model's answer, or the likeliest choice.
         right: Whether it is right.
         right_by_length: Whether the choice that is likeliest for each byte of its length is right; without choices, ``right``.
         error: Why there is no answer; empty if there is one.

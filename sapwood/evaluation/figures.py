@@ -1,4 +1,4 @@
-"""What the scored items of each task come to."""
+"""The figures of each task's scored items."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def make_workspace(device: torch.device) -> Tensor:
 
 
 def _sizes(shape: AttentionShape) -> tuple[int, int, int, int]:
-    """What all layers share, in the order of FlashInfer's ``plan``."""
+    """The arguments that all layers share, in the order of FlashInfer's ``plan``."""
     return shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
 
 
@@ -46,7 +46,7 @@ class PrefillAttention:
     here as in the decode kernel.
 
     Args:
-        shape: What all layers share.
+        shape: The shape that all layers share.
         variant: The kind of layer.
         workspace: As :func:`make_workspace` makes it.
     """
@@ -76,7 +76,7 @@ class DecodeAttention:
             planned again for each step.
         indices: int32 buffer of page ids; all batch sizes share it.
         workspace: As :func:`make_workspace` makes it.
-        shape: What all layers share.
+        shape: The shape that all layers share.
         variant: The kind of layer.
     """
 

@@ -25,7 +25,7 @@ class WideningBuffer:
     """The buffer that pages are widened into; all kinds of layer share it, as they use it one after the other.
 
     Args:
-        shape: What all layers share.
+        shape: The shape that all layers share.
         tokens: Tokens of the longest request.
         like: Pages of the cache [P, page_size, K, D]: the buffer's lie in the same order.
     """
@@ -58,7 +58,7 @@ class Float8PrefillAttention:
     """Implements ``PlannedAttention`` for chunks of prompts over a float8 cache.
 
     Args:
-        shape: What all layers share.
+        shape: The shape that all layers share.
         variant: The kind of layer.
         buffer: The buffer for widened pages.
         workspace: As ``PrefillAttention`` takes it.

@@ -1,4 +1,4 @@
-"""What every kernel for attention over the paged cache takes: shapes, the kind of layer, and where keys lie."""
+"""The arguments of every kernel for attention over the paged cache: shapes, the kind of layer, and where keys lie."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What may differ between layers; the fields are arguments of ``reference.attention``, ``sinks`` says whether it has any."""
+    """The settings that may differ between layers. The fields are arguments of ``reference.attention``; ``sinks`` says whether
+    there are sinks."""
 
     scale: float
     window: int | None

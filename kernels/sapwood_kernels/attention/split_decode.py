@@ -26,7 +26,7 @@ class SplitDecodeAttention:
     Args:
         batch: The number of requests, whose buffers keep their addresses; None: any number, with new buffers in each step.
         indices: int32 buffer of page ids that all batch sizes share.
-        shape: What all layers share.
+        shape: The shape that all layers share.
         variant: The kind of layer.
         ops: The device's operations.
     """

@@ -15,7 +15,7 @@ class TiledPrefillAttention:
     """Implements :class:`sapwood_kernels.attention.planned.PlannedAttention` for any ragged batch.
 
     Args:
-        shape: What all layers share.
+        shape: The shape that all layers share.
         variant: The kind of layer.
         ops: The device's operations.
         causal: Whether the tokens are the last of their request; else all of them see all of its keys.

@@ -35,7 +35,7 @@ def attend_block(
     there = tokens < end
     page = tl.load(own + tokens // PAGE, mask=there, other=0).to(tl.int64)
     offsets = page * page_stride + tokens % PAGE * slot_stride
-    # What lies beyond the end was never written: it is not read, for zero times NaN is NaN.
+    # Memory beyond the end was never written. It is not read, because zero times NaN is NaN.
     inside = there[:, None] & (columns < D)[None, :]
     k = tl.load(keys + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
     v = tl.load(values + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)

@@ -108,7 +108,7 @@ def _split_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    # What was there before the step, lengths and pages, is read while the kernel ahead runs.
+    # Data from before the step, lengths and pages, is read while the kernel ahead runs.
     head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0) * GROUP
     length = tl.load(lengths + request)
@@ -173,7 +173,7 @@ def _split_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SharedWork:
-    """What ``triton_shared`` reads for several requests at once. On the device.
+    """The shared keys that ``triton_shared`` reads for several requests at once. On the device.
 
     Attributes:
         order, items, starts, counts: int32, as :class:`SharedRuns` and :class:`SharedItems` have them.
@@ -241,7 +241,7 @@ def decode_attention(
         scale, window, chunked, softcap, sinks: As in ``reference.attention``.
         least: Fewest keys of a program, as :func:`num_splits` gives it.
         kv_scales: Factors of the stored keys and values.
-        shared: What several requests have in common and is read once; None: each request reads all that is its own.
+        shared: The keys that several requests share and that are read once; None: each request reads all its keys.
         out: [B, H, D], contiguous: the result is written here; None: to a new tensor.
 
     Returns:

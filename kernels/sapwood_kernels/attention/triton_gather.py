@@ -24,7 +24,7 @@ def _gather_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = page * PAGE
     token, head = at // (HEADS * DIM), at // DIM % HEADS
-    # What follows the last token gets 0: a page's rest may hold anything, which times 0 need not be 0.
+    # Places after the last token get 0: a page's rest may hold NaN, which times 0 is not 0.
     there = (at < PAGE * HEADS * DIM) & (first + token < LENGTH)
     place = tl.load(pages + tl.where(first < LENGTH, page, 0)).to(tl.int64) * of_page
     source = place + token * of_token + head * of_head + at % DIM

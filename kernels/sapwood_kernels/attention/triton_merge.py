@@ -51,7 +51,7 @@ def add_parts(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor, rows: 
         part: [N, H, D], contiguous: results over other keys.
         part_sums: float32 [N, H]: the same of ``part``.
         rows: int32 [N]: whose they are.
-        first, count: Those that are added, all of different tokens.
+        first, count: The parts that are added, all of different tokens.
     """
     heads, dim = out.shape[1:]
     block_d = triton.next_power_of_2(dim)

@@ -55,7 +55,7 @@ class WholePromptAttention:
 
     Args:
         own: The kernel of what is no whole prompt.
-        shape: What all layers share.
+        shape: The shape that all layers share.
         variant: The kind of layer: without window, softcap and sinks.
     """
 

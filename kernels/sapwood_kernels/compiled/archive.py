@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 Facts = dict[str, str]
-"""What compiled kernels depend on, by name."""
+"""The facts that compiled kernels depend on, by name."""
 
 _MANIFEST, _TRITON, _FLASHINFER = "manifest.json", "triton", "flashinfer"
 _GROUP = "__grp__"
@@ -27,14 +27,14 @@ _GROUP = "__grp__"
 
 
 class Contents(NamedTuple):
-    """What an archive holds, or how much of it was new to a machine: kernels of Triton, and libraries of FlashInfer."""
+    """The numbers of Triton kernels and FlashInfer libraries in an archive, or of those that were new to a machine."""
 
     triton: int
     flashinfer: int
 
 
 def machine_facts(capability: tuple[int, int], cuda: str) -> Facts:
-    """What kernels that are compiled here depend on.
+    """The facts of this machine that compiled kernels depend on.
 
     Args:
         capability: The GPU's compute capability.
@@ -82,7 +82,7 @@ def pack(archive: Path, facts: Facts, triton: Path, flashinfer: Path) -> Content
 
 
 def read_facts(archive: Path) -> Facts:
-    """What an archive's kernels depend on.
+    """The facts that an archive's kernels depend on.
 
     Raises:
         ValueError: The file is not there or no such archive; names it.

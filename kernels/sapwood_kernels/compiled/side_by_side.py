@@ -74,7 +74,8 @@ class Compilers:
         ]
 
     def compile(self, kernels: Sequence[Kernel], tell: Callable[[str], None]) -> None:
-        """Compiles them all, and ends the processes. What one cannot compile is left to the launch, which says why.
+        """Compiles them all, and ends the processes. Kernels that a process cannot compile are left to the launch, which reports
+        the error.
 
         Args:
             kernels: From :func:`noted`.

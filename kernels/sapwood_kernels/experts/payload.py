@@ -20,7 +20,7 @@ class RowShape:
         width: Numbers of a row.
         chosen: Experts that a row goes to.
         experts: Experts of a layer.
-        dtype: Of what experts take and give.
+        dtype: The dtype of the experts' inputs and outputs.
         float8: Whether rows go to experts in float8; sums come back in ``dtype`` in any case.
     """
 

@@ -16,7 +16,7 @@ class Routing:
     Attributes:
         experts: How many there are: E.
         chosen: How many each token goes to: k.
-        scores: What makes scores of logits: ``softmax`` over all experts, or ``sigmoid`` of each.
+        scores: The function from logits to scores: ``softmax`` over all experts, or ``sigmoid`` of each.
         renormalise: Whether a token's weights are divided by their sum.
         scale: Factor of the weights, after that.
         groups: Groups of experts that lie side by side; a token chooses groups first.

@@ -144,7 +144,8 @@ class PeerRows:
     """Rows' ways by these kernels.
 
     Args:
-        addresses: Of each rank's region in this process, :meth:`region_bytes` each, zero at first, aligned to 256 bytes.
+        addresses: Where each rank's region is mapped in this process. A region has :meth:`region_bytes` bytes, zero at first,
+            aligned to 256 bytes.
         rank: This process, from 0.
         shape: The rows.
         most_rows: Rows of a rank at a time, at most.

@@ -117,7 +117,7 @@ def _sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for each in tl.static_range(CHOSEN):
         pair = token * CHOSEN + each
-        # What an expert that is not here would have made was never written, and is not read.
+        # Outputs of experts on other ranks were never written, and are not read.
         end = tl.where(tl.load(ids + pair) < EXPERTS, N, 0)
         row = pair
         if PLACED:

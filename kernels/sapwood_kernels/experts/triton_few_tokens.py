@@ -145,7 +145,7 @@ def _second_kernel(
     # The kernel ahead has waited for these before it let this one begin.
     expert = tl.load(ids + pair, mask=chosen, other=EXPERTS, cache_modifier=".cg").to(tl.int32)
     factor = tl.load(weights + pair, mask=chosen, other=0.0, cache_modifier=".cg")
-    # What an expert that is not here would have made was never written, and is not read.
+    # Outputs of experts on other ranks were never written, and are not read.
     there = expert < EXPERTS
     part = _of_experts(
         weight, scales, zeros, mins, table, expert, columns, there, 0, N, K, GROUP, TALL, BITS, INTEGERS, BLOCK_CHOSEN, BLOCK_N,

@@ -93,7 +93,7 @@ class Recording:
         library: The compiled library.
 
     Attributes:
-        refused: What was computed that cannot be recorded; None: nothing.
+        refused: The operation that cannot be recorded; None: there was none.
     """
 
     def __init__(self, library: NativeLibrary) -> None:

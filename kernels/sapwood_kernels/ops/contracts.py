@@ -119,7 +119,7 @@ class StoreAbsorbed:
     """:data:`StoreLatent` and ``LatentHeads.absorb`` of the queries that it returns, in one.
 
     Attributes:
-        store: What does both; of the arguments of :data:`StoreLatent` it makes [T, H, R + E].
+        store: Does both; it takes the arguments of :data:`StoreLatent` and returns [T, H, R + E].
         most: Largest T.
     """
 
@@ -145,7 +145,7 @@ class RouteTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatentProducts:
-    """What takes the place of ``LatentHeads.absorb``, ``LatentHeads.values`` and ``LatentHeads.expand``.
+    """Kernels that replace ``LatentHeads.absorb``, ``LatentHeads.values`` and ``LatentHeads.expand``.
 
     Attributes:
         absorb: The first.

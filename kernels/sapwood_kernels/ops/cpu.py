@@ -28,7 +28,7 @@ class CpuOps(DeviceOps):
 
     @cached_property
     def native(self) -> NativeLibrary | None:
-        """What was compiled from C; None: nothing was."""
+        """The compiled C library; None: there is none."""
         return load_library()
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -376,7 +376,7 @@ class CudaOps(DeviceOps):
 
 
 def _kind(stack: DenseStack | StoredStack) -> str:
-    """What numbers experts' matrices are, for a file's name."""
+    """The number format of experts' matrices, for a file's name."""
     if isinstance(stack, StoredStack) and stack.integers:
         return f"int{stack.integers}"
     if isinstance(stack, DenseStack):

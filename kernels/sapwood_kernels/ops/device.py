@@ -150,7 +150,7 @@ def rope_of(partners: Tensor) -> Rope:
 
 
 def heads_store(num_heads: int, num_kv_heads: int, norm: Callable[[Tensor], Tensor] | None, rope: Rope) -> StoreHeads:
-    """What norms, rotates and stores the heads of a step.
+    """Returns a function that norms, rotates and stores the heads of a step.
 
     Args:
         num_heads: H.
@@ -172,7 +172,7 @@ def heads_store(num_heads: int, num_kv_heads: int, norm: Callable[[Tensor], Tens
 
 
 def latent_store(rank: int, norm: Callable[[Tensor], Tensor], rope: Rope, *, interleaved: bool) -> StoreLatent:
-    """What norms, rotates and stores the vectors of a step.
+    """Returns a function that norms, rotates and stores the vectors of a step.
 
     Args:
         rank: Numbers of a vector's latent part: R.
@@ -323,7 +323,7 @@ class DeviceOps:
         return latent_store(len(weight), self.rms_norm(weight, eps, dtype), self.rope, interleaved=interleaved)
 
     def store_absorbed(self, weight: Tensor, eps: float, up: Tensor, *, interleaved: bool) -> StoreAbsorbed | None:
-        """What stores the vectors of a step whose queries are all absorbed; None: nothing does both.
+        """Returns a function that absorbs all queries of a step and stores its vectors; None: no kernel does both.
 
         Args:
             weight, eps, interleaved: As :meth:`store_latent` takes them.

@@ -12,7 +12,7 @@ from sapwood_kernels.ops.device import DeviceOps
 
 
 def cache_folder() -> Path:
-    """Where what was measured or compiled is kept for later starts."""
+    """The folder in which measurements and compiled kernels are kept for later starts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sapwood"
 
 

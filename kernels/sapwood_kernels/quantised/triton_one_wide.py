@@ -2,8 +2,8 @@
 the gate or sum after.
 
 Codes are widened and multiplied as in ``triton_few``: to make digits of a long row in each program, as ``triton_one`` does, takes
-longer than they save. The row is put into shared memory once a program, in the order in which tensor cores take it. What begins
-before the kernel ahead has ended is as in ``triton_one``.
+longer than they save. The row is put into shared memory once a program, in the order in which tensor cores take it. As in
+``triton_one``, some work begins before the kernel ahead has ended.
 
 Bound: one read of codes, zeros and scales. O(N K).
 """

@@ -194,7 +194,8 @@ class PeerAllReduce:
     """Sums over ranks by these kernels.
 
     Args:
-        addresses: Of each rank's region in this process, :meth:`region_bytes` each, zero at first, aligned to 256 bytes.
+        addresses: Where each rank's region is mapped in this process. A region has :meth:`region_bytes` bytes, zero at first,
+            aligned to 256 bytes.
         rank: This process, from 0.
         most_bytes: Bytes of the largest tensor, a multiple of ``PROGRAMS * 16 * ranks``.
         device: Where the tensors are.

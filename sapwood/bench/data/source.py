@@ -31,7 +31,7 @@ class Source:
         groups: How many beginnings ``shared-prefix`` has.
         prefix: The same: tokens of a beginning.
         turns: Turns of a conversation of ``multi-turn`` and ``sharegpt``.
-        schema: What answers of ``json-schema`` match.
+        schema: The schema that answers of ``json-schema`` match.
         path: The file of ``sharegpt`` and ``file``.
         trace: Rows of a trace, whose lengths are then taken in place of a dataset.
         block_tokens: Tokens of a trace's blocks.

@@ -20,7 +20,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age", "colours"],
     "additionalProperties": False,
 }
-"""What answers of :func:`json_schema` match unless another schema is given."""
+"""The schema that answers of :func:`json_schema` match unless another one is given."""
 
 
 def random_prompts(maker: PromptMaker, inputs: Lengths, outputs: Lengths, seed: int) -> Conversations:

@@ -1,4 +1,4 @@
-"""What load generator and evaluation ask of a server."""
+"""The interface of servers for the load generator and the evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `sapwood model quantize` and `sapwood model drafter` share: a new directory is made of a model."""
+"""The common part of `sapwood model quantize` and `sapwood model drafter`: both make a new directory from a model."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class Finding:
     """One line of the answer.
 
     Attributes:
-        name: What was looked at, such as ``python`` or ``disk``.
+        name: The examined thing, such as ``python`` or ``disk``.
         state: How it is.
         found: The finding in words; of a missing thing also its purpose.
         mend: The command or setting that mends it; empty: there is nothing to mend.

@@ -30,7 +30,7 @@ def examine_python() -> Finding:
 
 
 def examine_packages() -> Iterator[Finding]:
-    """What each service and each extra needs, by the requirements that Sapwood was installed with."""
+    """The packages that each service and each extra needs, by Sapwood's installed requirements."""
     for extra in _SERVICES:
         wrong = problems_of(extra)
         if wrong:

@@ -1,4 +1,4 @@
-"""What is looked at before `sapwood up` starts anything."""
+"""The checks that `sapwood up` makes before it starts anything."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def shown_services(services: Services, *, everything: bool) -> str:
     """The cluster as such a file, credentials left out.
 
     Args:
-        services: What flags, variables and file made.
+        services: The services from flags, variables and file.
         everything: Whether to show what is as it is by default.
     """
     import yaml

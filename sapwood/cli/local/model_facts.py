@@ -1,4 +1,4 @@
-"""What a model's files say of it, read from headers alone."""
+"""The facts in a model's files, read only from their headers."""
 
 from __future__ import annotations
 

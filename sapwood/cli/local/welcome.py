@@ -1,4 +1,4 @@
-"""What `sapwood up` prints when the cluster is there."""
+"""The text that `sapwood up` prints when the cluster is ready."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _command(name: str) -> str | None:
 
 
 def welcome(services: Services, endpoints: Endpoints, seconds: float) -> str:
-    """What `sapwood up` says once all answer: where, and commands to try, as far as they need no key, no certificate
-    and no program that is not here.
+    """The text of `sapwood up` once all services answer: the address, and commands to try that need no key, no certificate and
+    no missing program.
 
     Args:
         services: As they were started.

@@ -57,7 +57,11 @@ def configure(verbs: Any) -> None:
         "--concurrency", type=whole_number(1), default=8, metavar="N", help="Requests at a time. [default: 8]"
     )
     parser.add_argument(
-        "--max-tokens", type=whole_number(1), default=64, metavar="N", help="Of items that do not say it. [default: 64]"
+        "--max-tokens",
+        type=whole_number(1),
+        default=64,
+        metavar="N",
+        help="For items that do not set it. [default: 64]",
     )
     parser.add_argument(
         "--json", metavar="FILE", help="The figures as JSON; - for standard output instead of a table. [default: none]"

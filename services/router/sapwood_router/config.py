@@ -199,7 +199,7 @@ class RouterConfig(ServiceConfig):
     )
     log_requests: Literal["off", "line", "parameters", "content"] = Field(
         "line",
-        description="What is logged of each generation: nothing (off), its id, counts, times and how it ended (line), also its "
+        description="Facts logged of each generation: none (off), its id, counts, times and how it ended (line), also its "
         "sampling and other parameters (parameters), or also 2048 characters each of prompt and answer (content).",
     )
     admin_port: int | None = Field(

@@ -30,7 +30,7 @@ class LatentHeads:
     Attributes:
         up: [H, N + V, R]: what expands the latent part.
         nope: Numbers of a key that are not rotated: N.
-        few: What computes :meth:`absorb` and :meth:`values` of few tokens, and :meth:`expand`; None: nothing else does.
+        few: Kernels for :meth:`absorb` and :meth:`values` of few tokens, and for :meth:`expand`; None: there are none.
     """
 
     up: Tensor
@@ -61,7 +61,7 @@ class LatentHeads:
         return torch.cat((latent.transpose(0, 1), query[..., self.nope :]), -1)
 
     def values(self, latent: Tensor) -> Tensor:
-        """What attention has summed up of latent parts, [T, H, R], as the heads' values: [T, H, V]."""
+        """Expands attention's sums of latent parts, [T, H, R], to the heads' values: [T, H, V]."""
         if self.few is not None and len(latent) <= self.few.most:
             return self.few.values(latent)
         return torch.bmm(latent.transpose(0, 1), self.up[:, self.nope :].transpose(1, 2)).transpose(0, 1)

@@ -34,7 +34,7 @@ def _latent_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    # What was there before the step, lengths and pages, is read while the kernel ahead runs.
+    # Data from before the step, lengths and pages, is read while the kernel ahead runs.
     request, split = tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + request)
     own = pages + tl.load(indptr + request)
@@ -108,7 +108,7 @@ def latent_decode(
         scale: Factor of the dot products.
         least: The fewest keys of a program, for each number of requests.
         kv_scale: Factor of the stored numbers.
-        shared: What several requests have in common and is read once; None: each request reads all that is its own.
+        shared: The keys that several requests share and that are read once; None: each request reads all its keys.
         values_by: ``up`` and ``nope`` of ``LatentHeads``: the sum is expanded to the heads' values where its parts are added.
 
     Returns:

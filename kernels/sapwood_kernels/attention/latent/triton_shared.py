@@ -32,7 +32,7 @@ def _latent_block(
     there = tokens < end
     page = tl.load(own + tokens // PAGE, mask=there, other=0).to(tl.int64)
     vectors = stored + (page * page_stride + tokens % PAGE * slot_stride)[:, None]
-    # What lies beyond the end was never written: it is not read, for zero times NaN is NaN.
+    # Memory beyond the end was never written. It is not read, because zero times NaN is NaN.
     latent = tl.load(vectors + columns[None, :], mask=there[:, None] & (columns < R)[None, :], other=0.0).to(q.dtype)
     rotary = tl.load(vectors + R + ends[None, :], mask=there[:, None] & (ends < E)[None, :], other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
@@ -51,7 +51,8 @@ def attend_latent(
     R: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What rows find in the vectors from ``at`` up to ``end``: the highest score, the sum of weights, the weighted sum."""
+    """The partial result of rows over the vectors from ``at`` to ``end``: the highest score, the sum of weights, the weighted
+    sum."""
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, BLOCK_R), tl.float32)

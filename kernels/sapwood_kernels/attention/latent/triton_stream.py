@@ -8,8 +8,8 @@ where they lie.
 Programs take equal shares of the blocks of keys of all requests (stream-K: Osama et al. 2023, arXiv:2301.03598), from the end of
 a share backwards. The beginning and end of a request take as long as ``BEGIN`` blocks, and count as that many more of its blocks.
 So none outlasts the others, however uneven the requests are, also where rows of one key pad a step; and the next request's
-vectors are under way while one ends. What a program has of a request whose keys end in another's share, it takes first and leaves
-in ``part`` with a flag; the program that has the request's last block adds all that lies before its own. It waits for programs
+vectors are under way while one ends. If a request's keys end in another program's share, a program computes its part first and
+leaves it in ``part`` with a flag. The program with the request's last block adds all earlier parts. It waits for programs
 before it only, which have begun before it, and for what each of them did first; it clears their flags for the next launch.
 
 Bound: one read of the vectors for all heads, O(B) numbers a program for its share, and at most one part a program.

@@ -50,7 +50,7 @@ def tile_height(pairs: int, experts: int) -> int:
 
 
 def tile_shapes(height: int, *, stored: bool = False) -> tuple[TileShape, TileShape]:
-    """What goes with tiles so high, unless it was measured: of the first product and of the second.
+    """The other sizes of tiles of this height, unless measured: of the first product and of the second.
 
     Args:
         height: Places of a tile.

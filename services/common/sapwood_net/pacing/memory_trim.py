@@ -1,7 +1,7 @@
 """Gives memory that was freed back to the system: glibc keeps what lies between other things, after a flood nearly all of it.
 
 Blocks of a megabyte and more are mapped one by one, so that each goes back when it is freed: glibc by itself would do so only
-until the first was freed. What smaller ones leave is trimmed a while later.
+until the first was freed. Memory freed in smaller amounts is trimmed a while later.
 """
 
 from __future__ import annotations

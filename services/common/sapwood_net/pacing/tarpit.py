@@ -1,4 +1,4 @@
-"""Where connections end whose clients broke a rule: nothing more is read of them, and they close a while later.
+"""Holds connections whose clients broke a rule: nothing more is read from them, and they close a while later.
 
 Who floods, is closed and comes again at once makes a server begin connections, shake hands and read first bursts without end. A
 client that waits for its connection to end before it comes again waits here: that costs the client time and the server next to

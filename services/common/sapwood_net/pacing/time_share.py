@@ -119,7 +119,7 @@ class TimeShare:
         self._rests_until = now + rest
         self._due = bool(self._light or self._waiting)
         if self._due:
-            # Where a worker that cannot be interrupted took others' time, they get as much.
+            # If a worker that cannot be interrupted took other connections' time, these get the same time.
             self._schedule(max(rest, now - began if now - began > 2 * SLICE else 0.0))
 
     def _schedule(self, delay: float) -> None:

@@ -19,7 +19,7 @@ _NETWORK = 8
 
 
 def source(address: Any) -> str | bytes:
-    """What counts as one address: an IPv4 address, or an IPv6 network; all clients of a Unix socket are one.
+    """The unit that counts as one address: an IPv4 address, or an IPv6 network; all clients of a Unix socket are one.
 
     Args:
         address: As ``socket.accept`` tells it.

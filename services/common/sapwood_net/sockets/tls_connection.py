@@ -410,7 +410,7 @@ def hand_over(protocol: asyncio.BaseProtocol, content: bytes) -> None:
         protocol.buffer_updated(count)
 
 
-# Where the records of TLS end, in what a client has sent, and whether there is enough in them.
+# Finds where TLS records end in a client's data, and whether they hold enough bytes.
 _HEAD = 5
 """Bytes of a record's type, version and length."""
 _MOST_FRAMING, _FRAMING_PER_BYTE = 32 * 1024, 8
@@ -435,7 +435,8 @@ class TlsRecords:
         return self._framing >= 0
 
     def end_of_piece(self, data: bytes, at: int, enough: int) -> int:
-        """Where the first record ends with which there are enough bytes: parts of one would be decrypted only with its end.
+        """The end of the first record at which there are enough bytes: a part of a record cannot be decrypted before its end
+        arrives.
 
         Args:
             data: What has come.

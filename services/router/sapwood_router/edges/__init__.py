@@ -1,1 +1,2 @@
-"""What clients speak: gRPC, several HTTP APIs and a page for people, and who may. Knows requests and their flow, no worker."""
+"""The clients' APIs: gRPC, several HTTP APIs and a page for people, and the check who may use them. Knows requests and their
+flow, no worker."""

@@ -40,7 +40,7 @@ def _likely(path: str) -> tuple[str, ...]:
 
 
 class Endpoint:
-    """What is around a handler: errors, request ids, the client's leaving, the count of what runs."""
+    """The wrapper of a handler: errors, request ids, clients that leave, the count of running requests."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class HttpFront:
         max_body_bytes: Largest request body.
         tracing: Where spans go.
         guard: Asks for API keys, but not for what is public.
-        origins: Whose web pages may ask for what the guard guards.
+        origins: The origins whose web pages may call guarded routes.
         strict: Whether a request with what nothing here serves is refused.
         dialects: The formats of errors where no route names one.
         workers: Names workers for clients.
 
     Attributes:
         workers: The argument.
-        left_out: What was left out of any request.
+        left_out: The parameters that were ignored in any request.
         dialects, origins: As given.
     """
 

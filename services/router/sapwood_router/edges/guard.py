@@ -99,6 +99,6 @@ class Guard:
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """What an HTTP request has for an ``authorization`` header; None if it has no key."""
+    """The ``authorization`` header of an HTTP request; None if it has no key."""
     given, key = headers.get(_AUTHORIZATION), headers.get(_API_KEY)
     return b"Bearer " + key if given is None and key is not None else given

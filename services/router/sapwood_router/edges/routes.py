@@ -1,4 +1,4 @@
-"""What an HTTP API adds to the front: its paths, and what answers them."""
+"""The routes of an HTTP API: its paths, and their handlers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Events(Protocol):
         ...
 
     def end(self, finish: Finish, resumptions: int) -> Iterable[bytes]:
-        """What comes after all output, each of one or several whole events: others go on after those that are long.
+        """The parts after all output, each of one or several whole events: after a long part, other requests get a turn.
 
         Args:
             finish: Of the generation that ended last.
@@ -126,7 +126,7 @@ async def collect(runs: Sequence[Generation]) -> list[Delta]:
 
 
 def told_headers(workers: WorkerNames, contexts: Sequence[RequestContext]) -> Headers:
-    """What an answer in one piece says of how it came about, as gRPC's trailing metadata does.
+    """The headers of an unstreamed answer about its generation, like gRPC's trailing metadata.
 
     Args:
         workers: Names workers for clients.
@@ -156,7 +156,7 @@ def _notice_headers(context: RequestContext) -> Headers:
 class _EventClient(Client):
     """Sends a generation's first and last events in the request's task, those between in the callback that brings their output.
 
-    Where something is to read all output first, everything is sent in the task.
+    If another object must read all output first, everything is sent in the task.
     """
 
     def __init__(

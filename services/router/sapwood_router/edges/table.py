@@ -80,9 +80,9 @@ def all_routes(
         pipeline: Knows the models.
         problem: Says why requests cannot be served now, or None.
         responses: Keeps what /v1/responses answers.
-        steering: What clients may do to the requests of all; None: that is for operators.
+        steering: The routes by which clients affect all clients' requests; None: only operators may.
         registry: The metrics that /metrics shows; None: they are shown elsewhere.
-        status: What /status shows; None: there is no such page.
+        status: The content of /status; None: there is no such page.
         origins: Under which names /status may be.
     """
     created = int(time.time())

@@ -26,7 +26,7 @@ class Telling:
         self._tokenizer = tokenizer
         self._stint = stint
         self._told = 0
-        """Tokens since the last turn, of those that are told now."""
+        """Tokens reported since the last turn."""
 
     async def pieces(
         self, ids: Sequence[int], logprobs: Sequence[Likelihoods | None]

@@ -1,4 +1,4 @@
-"""What clients see of workers: an id of each, and never where it is. Operators see both."""
+"""The public ids of workers: clients see an id, and never an address. Operators see both."""
 
 from __future__ import annotations
 

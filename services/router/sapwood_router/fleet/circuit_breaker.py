@@ -40,7 +40,7 @@ class WorkerLeftError(WorkerLostError):
 
 
 def outcome_of(error: SapwoodError) -> Outcome:
-    """What a failure says about the worker."""
+    """The meaning of a failure for the worker."""
     if isinstance(error, WorkerLostError):
         return Outcome.NEUTRAL  # the loss is one fault, counted where it is noticed, whatever was running
     if isinstance(error, UnavailableError | InternalError):

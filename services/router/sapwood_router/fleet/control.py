@@ -1,4 +1,4 @@
-"""What is asked of all workers together: to empty their caches, to pause and to continue."""
+"""Commands to all workers together: to empty their caches, to pause and to continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 30.0
 
 
 class FleetControl:
-    """Asks all workers that are up; backends have no such methods. Where one does not do it, the others may have.
+    """Asks all workers that are up; backends have no such methods. If one worker fails, the others may have succeeded.
 
     Args:
         registry: Knows them.

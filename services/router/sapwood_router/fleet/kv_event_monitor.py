@@ -36,7 +36,7 @@ _TIERS: dict[int, Tier] = {
 
 
 class DriftError(Exception):
-    """What was heard is not what the worker holds."""
+    """The received events do not match the worker's cache."""
 
 
 class KvEventFollower:
@@ -127,7 +127,7 @@ class KvEventMonitor:
 
     Args:
         worker: The worker.
-        index: What is kept true of the worker's cache.
+        index: The index that mirrors the worker's cache.
         dialer: Opens channels.
         on_drift: Called when something had been lost and the index begins again for this worker.
     """

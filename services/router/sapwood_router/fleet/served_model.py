@@ -10,7 +10,7 @@ from sapwood_router.request.embed_request import Labels
 
 
 class Role(enum.Enum):
-    """What a worker does of a request where there is a choice."""
+    """Which part of a request a worker computes, if there is a choice."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -28,8 +28,9 @@ class ServedModel:
         eos_token_ids: The model's own end tokens.
         shortened: Lengths that embeddings may be cut to; empty: any length; None: they cannot be cut.
         role: Which part of a request it does.
-        pages: What its pages hold besides tokens: one with another value cannot take its prompts over. Empty: it does not say.
-        labels: What its head tells of a text; it then makes neither embeddings nor text. None: it has no such head.
+        pages: A hash of everything besides tokens that its pages depend on: a worker with another value cannot continue its
+            prompts. Empty: it does not say.
+        labels: The labels of its head; it then makes neither embeddings nor text. None: it has no such head.
         sampling_defaults: Settings of sampling for requests that do not set them, as the model's files give them.
     """
 

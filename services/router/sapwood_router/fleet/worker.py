@@ -22,7 +22,7 @@ PROMPT_SECONDS = 20.0
 _HALF_LIFE = 60.0
 """Seconds after which work handed out counts half in ``recent_work``."""
 _REQUEST_WORK = 256
-"""What a request adds to ``recent_work`` besides its prefill: about what its answer will take."""
+"""The amount that a request adds to ``recent_work`` besides its prefill: an estimate for its answer."""
 
 
 class Lease:
@@ -86,7 +86,7 @@ class Worker:
         breaker: Its circuit breaker.
         clock: Seconds, monotonic.
         on_room: Called after a request has left it.
-        backend: What asks it over HTTP; None: it is asked over a session.
+        backend: The client that calls it over HTTP; None: it is called over a session.
     """
 
     # A request looks at a dozen workers of a thousand, which no cache holds: what it reads of each lies in few places.
@@ -169,7 +169,7 @@ class Worker:
         return max(0.0, self.most_requests - self.kept - self.in_flight)
 
     def report(self, load: Load) -> None:
-        """Takes a pushed report. What it has beyond this router's own requests is other routers' work."""
+        """Takes a pushed report. Its load beyond this router's own requests is other routers' work."""
         self.load = load
         self._used_share = (load.used_pages - load.evictable_pages) / load.num_pages if load.num_pages else 0.0
         self._storage_id = load.storage_id

@@ -253,7 +253,7 @@ class Attempts(ABC):
                 # Also: the model's last worker was removed, or those that are left have too little context.
                 left = give_up - loop.time()
                 if not isinstance(last, WorkerLostError | None) or left <= 0:
-                    # What a worker said tells the client more than that none is left.
+                    # A worker's error tells the client more than an error that no worker is left.
                     raise _with_delay(last or error) from error
                 with contextlib.suppress(TimeoutError):  # breakers half-open by time alone, without setting ``changed``
                     await asyncio.wait_for(changed.wait(), min(left, 0.25))

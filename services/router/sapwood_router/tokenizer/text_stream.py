@@ -253,7 +253,7 @@ class Tokenizers:
         if not model:  # as for the registry, an empty name is none
             try:
                 model = self._registry.resolve(None)
-            except SapwoodError:  # there is none yet, or the request must say: it will be told
+            except SapwoodError:  # no model is known yet, or the request must name one: a later check reports it
                 return self._usual
         return self._of_models.get(model, self._usual)
 

@@ -73,8 +73,8 @@ class StoredTensor:
         dtype: Its type by the file format's own name: ``F8_E4M3``, ``Q4_K``.
         scales: Whether it holds the scales of another tensor. If no slot asks for the scales, they are read together with that
             tensor.
-        blocks: Gives the bytes of its rows, uint8 [rows, bytes], in Hugging Face's order. They are mapped from the file where it
-            has that order, so they are not to be changed. None: its numbers are to be read.
+        blocks: Returns the bytes of its rows, uint8 [rows, bytes], in Hugging Face's order. The bytes may be mapped from the
+            file, so do not change them. None: read its numbers instead.
     """
 
     shape: tuple[int, ...]

@@ -368,7 +368,7 @@ class DuplexCall(asyncio.Protocol):
 
 @lru_cache(maxsize=1024)
 def _whole_head(size: int) -> bytes:
-    """What comes before a message that is all of a frame of ``size`` bytes: the frame's header, then the message's."""
+    """The bytes before a message that fills a frame of ``size`` bytes: the frame's header, then the message's."""
     return size.to_bytes(3, "big") + _DATA + (size - PREFIX).to_bytes(PREFIX, "big")
 
 

@@ -161,7 +161,8 @@ class ServerConnection(asyncio.Protocol):
         self._has_table = True
         """Whether the client still expects header fields to enter its table."""
         self._streams: dict[int, ServerStream] = {}
-        # What belongs to it does not keep it: of a flood of short connections the collector would have too much to do at once.
+        # Its parts hold no references to it: otherwise the garbage collector would have too much work after a flood of short
+        # connections.
         own = weakref.proxy(self)
         self._messages = HeldMessages(shared.memory, WINDOW if stranger else self._most_held, own)
         self._flow = FlowControl(self._streams, own)

@@ -48,7 +48,7 @@ class HeaderReader(Generic[ReadT]):
         self._shape = (0, 0)
 
     def read(self, block: bytes) -> ReadT | None:
-        """What ``make`` makes of a block's fields, not to be changed; None if they are more than ``MOST_HEADER_BYTES``.
+        """The result of ``make`` for a block's fields, which must not be changed; None if they exceed ``MOST_HEADER_BYTES``.
 
         Raises:
             HPACKError: The block is malformed, or has far too many bytes.

@@ -80,7 +80,7 @@ class _Turns:
         self.paths: list[str] = []
         self._tool_names: dict[str, str] = {}
         self._said: list[str] = []
-        """What the user says in the last turn, as long as it may go on."""
+        """The user's text in the last turn, while the turn may still grow."""
 
     def add(self, path: str, turn: Turn) -> None:
         """One more."""
@@ -206,7 +206,7 @@ def _tools(tools: list[Tool] | None, left_out: LeftOut) -> str:
 
 
 def _template_variables(request: CountRequest) -> str:
-    """What ``thinking`` and ``effort`` mean to templates, under the names that those of models that reason know."""
+    """``thinking`` and ``effort`` as template variables, under the names that templates of reasoning models know."""
     variables: dict[str, Any] = {}
     if request.enable_thinking is not None:
         variables = {"enable_thinking": request.enable_thinking, "thinking": request.enable_thinking}

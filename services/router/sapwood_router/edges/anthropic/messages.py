@@ -53,7 +53,7 @@ NEUTRAL: Neutral = {
 }
 """Parameters that are taken only with the values that ask for nothing."""
 SPARED = frozenset({"context_management", "mcp_servers", "speed"})
-"""Those of them that an answer may be made without: tools that Anthropic would run, and how it would save."""
+"""Parameters that may be ignored: tools that Anthropic would run, and its cost-saving options."""
 
 
 async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:

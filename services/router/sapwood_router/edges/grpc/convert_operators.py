@@ -1,4 +1,4 @@
-"""What operators ask of a router, as messages: its state, and its choices explained."""
+"""Operators' requests to a router, as messages: its state, and explanations of its choices."""
 
 from __future__ import annotations
 

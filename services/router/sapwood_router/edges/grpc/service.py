@@ -48,7 +48,7 @@ PUBLIC_METHODS = frozenset(
     f"/{SERVICE_NAME}/{name}"
     for name in ("Generate", "Embed", "Classify", "ListModels", "OpenSession", "GetSession", "CloseSession")
 )
-"""What clients call; everything else is for operators."""
+"""The methods for clients; all others are for operators."""
 WORKER_KEY = "x-sapwood-worker"
 """Trailing metadata: the id of the worker that finished the request."""
 RESUMPTIONS_KEY = "x-sapwood-resumptions"
@@ -72,7 +72,7 @@ class _CallClient(Client):
         super().__init__()
         self._call = call
         self._untold = contexts[0] if contexts[0].sampling.prompt_logprobs is not None else None
-        """Requests whose prompt's log probabilities are still to be told."""
+        """Requests whose prompt's log probabilities are still to be sent."""
 
     def writable(self) -> bool:
         return self._call.is_ready()

@@ -90,8 +90,8 @@ class Dialects:
     """Which API a request is of where no route says so.
 
     Args:
-        below: What is below a path is of this API; of several such paths the first counts.
-        by_header: What has a header is of this API, in small letters.
+        below: Paths below these belong to this API; the first matching one counts.
+        by_header: Requests with one of these headers, in lower case, belong to this API.
     """
 
     def __init__(self, below: Sequence[tuple[str, Dialect]] = (), by_header: Mapping[bytes, Dialect] | None = None):

@@ -42,7 +42,7 @@ _EVENTS = [
 
 
 class Said(Protocol):
-    """What a body may say of the request itself, whatever it asks for."""
+    """Fields about the request itself, which every body may have."""
 
     request_id: str | None
     rid: str | None
@@ -61,7 +61,7 @@ class Exchange:
         workers: Names workers for clients.
 
     Attributes:
-        left_out: What the answer is made without; its headers name it.
+        left_out: The ignored parameters; the answer's headers name them.
         workers: The argument.
         extra_headers: Headers of the response, whatever it is.
         stream_headers: Headers of a response of events.
@@ -98,7 +98,7 @@ class Exchange:
 
     @property
     def query(self) -> dict[str, str]:
-        """What the client added to the path, by name; of several with one name the last."""
+        """The query parameters by name; if a name is repeated, the last value."""
         return dict(parse_qsl(self._request.head.query))
 
     @property
@@ -305,7 +305,7 @@ TIMEOUT_KEY = "x-request-timeout"
 """Seconds from the request's arrival to the last of its answer."""
 _TIMEOUT_HEADER = TIMEOUT_KEY.encode()
 _CLIENT_HEADERS = (b"x-stainless-read-timeout", b"x-stainless-timeout")
-"""What OpenAI's own clients say, in Python and in JavaScript: seconds until they leave if nothing has come."""
+"""The header of OpenAI's own clients, in Python and in JavaScript: seconds until they leave without an answer."""
 CLIENT_SLACK = 1.0
 """Seconds beyond these: the client leaves first, and its program sees the client's own error for that and no 504."""
 

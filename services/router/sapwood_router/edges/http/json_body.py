@@ -26,7 +26,7 @@ _MOST_EXPLAINED = 64 * 1024
 _NOTHING: tuple[Any, ...] = ("", False, [], {})
 """Values that ask for nothing, besides null."""
 _INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
-"""What parameters that OpenAI has given up became."""
+"""The new names of parameters that OpenAI has removed."""
 _LONGEST_COMPARED = 40
 """Characters up to which an unknown name is compared with the known ones, which takes most of a millisecond."""
 _MOST_COMPARED = 8
@@ -99,7 +99,7 @@ def convert(
         ignored: Parameters that are not looked at.
         prefix: What precedes the parameters' names in errors.
         left_out: Takes the parameters that no API knows; None: they are refused.
-        spared: Parameters of ``neutral`` that are left out with other values, too: an answer without them will do.
+        spared: Parameters of ``neutral`` that are ignored with other values too, because an answer without them is acceptable.
 
     Raises:
         InvalidArgumentError: As said; the parameter is named.
@@ -231,13 +231,13 @@ def _is_unicode(text: str) -> bool:
 
 
 def _hint(name: str, shown: str, known: Collection[str], ignored: Collection[str]) -> str:
-    """What may have been meant by an unknown parameter, to stand behind it; empty: nothing."""
+    """A suggestion for an unknown parameter, to append to the error; empty: none."""
     hint = _OF_OTHERS.get(shown) or _similar(name, (*known, *ignored))
     return f"; {hint}" if hint else ""
 
 
 def _instead(name: str, known: Collection[str]) -> str:
-    """What an API takes in place of another's parameter of a form or of a prompt, to stand behind it."""
+    """The name that an API uses for another API's parameter of a form or a prompt, to append to the error."""
     if name not in FORMS:
         return ": the model would not see it"
     takes = next((other for other in _TAKE_FORMS if other in known), None)

@@ -36,7 +36,7 @@ def most_values(longest_context: int) -> int:
 
 
 def check_size(body: bytes) -> bool:
-    """Refuses a body with too many values. What stands in texts does not count, unless that alone is too much.
+    """Refuses a body with too many values. Characters in texts do not count, unless they alone are too many.
 
     Returns:
         Whether the body may have too many to read quickly. There what stands in texts does count.

@@ -1,4 +1,4 @@
-"""What requests ask for that nothing here serves: taken all the same, and named in the answer and in the log.
+"""Parameters that have no effect here: they are accepted, and named in the answer and in the log.
 
 So does each server that clients are made for: a client sends what one of them knows to all of them.
 """

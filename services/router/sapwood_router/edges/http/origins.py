@@ -45,7 +45,7 @@ class Origins:
         self._local = local
 
     def check(self, headers: Mapping[bytes, bytes]) -> Headers:
-        """What an answer says to the browser that asks; nothing for others than browsers.
+        """The headers of an answer to a browser; empty for other clients.
 
         Raises:
             HttpError: The page is of an origin that may not ask: 403.
@@ -96,7 +96,7 @@ class Origins:
             )
 
     def permission(self, headers: Mapping[bytes, bytes]) -> Headers | None:
-        """What is said to a browser that asks, before it asks for anything else, whether it may; None if this does not."""
+        """The answer to a browser's preflight request; None if the request is not one."""
         if _ORIGIN not in headers or _METHOD_ASKED not in headers:
             return None
         asked = headers.get(_HEADERS_ASKED, b"")

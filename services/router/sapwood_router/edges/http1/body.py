@@ -168,7 +168,7 @@ class Body:
         self._memory = memory
         self._parts: list[bytes] = []
         self._whole: GrowingBytes | None = None
-        """What has come of a body that is waited for."""
+        """The received part of a body that a reader waits for."""
         self._dropped = False
         self._most = -1
         self._waiter: asyncio.Future[None] | None = None

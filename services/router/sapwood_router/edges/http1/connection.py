@@ -1,7 +1,7 @@
 """One client's connection: its requests one after another, each read when the one before was answered.
 
-What it has sent ahead waits unread, and is little. What there is to do is done in small steps, and what takes long in turn
-with other connections (:class:`TimeShare`).
+Data that it has sent ahead waits unread, and is little. Work is done in small steps, and long work takes turns with other
+connections (:class:`TimeShare`).
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._held.weigh(self, waiting)
             if self._transport is None:  # it held the most
                 return
-        # Of what is sent ahead of an answer as little as says whether the client is still there.
+        # The bytes read ahead of an answer: just enough to notice whether the client is still there.
         most = LIGHT if idle and body is not None else self._limits.head_bytes
         reading = not self._breathes and waiting < most and (body is None or idle or body.hungry)
         if reading != self._reading:
@@ -361,7 +361,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.connection_lost(None)
 
     def _linger(self) -> None:
-        """After the last answer. What the client still sends is read and dropped for a while, or the kernel would take the answer
+        """After the last answer. Data that the client still sends is read and dropped for a while, or the kernel would take the
+        answer
         back. Over TLS this always waits for the client: its data may not be decrypted yet.
         """
         request, self._request = self._request, None

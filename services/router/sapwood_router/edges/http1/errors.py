@@ -1,4 +1,4 @@
-"""What HTTP has a status for and the error tree no class."""
+"""Errors for which HTTP has a status and the error tree has no class."""
 
 from __future__ import annotations
 

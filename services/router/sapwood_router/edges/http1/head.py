@@ -46,12 +46,12 @@ class Head:
     Attributes:
         method: As sent, such as ``POST``.
         path: With percent signs decoded.
-        query: What follows the path's question mark, as sent.
+        query: The text after the path's question mark, as sent.
         headers: In order, names in small letters; without content-length. Not to be changed.
         fields: The same by name; of several with one name the last. Not to be changed.
         takes_chunks: Whether the client knows an answer in chunks; to others its end is the connection's.
         keep_alive: Whether the client may send another request after it.
-        expects_continue: Whether the client waits to be told to send the body.
+        expects_continue: Whether the client waits for permission to send the body.
     """
 
     __slots__ = ("expects_continue", "fields", "headers", "keep_alive", "method", "path", "query", "takes_chunks")

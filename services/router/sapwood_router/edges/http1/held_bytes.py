@@ -10,7 +10,7 @@ from sapwood_net.pacing.timer import Timer
 LIGHT = 4 * 1024
 """Up to this many waiting bytes of a connection are not counted."""
 _ENCRYPTED = 24 * 1024
-"""What a connection over TLS takes itself, which counts where its bytes do."""
+"""The memory of a TLS connection itself, which counts together with its bytes."""
 _SLOW_SECONDS = 1.0
 """Seconds after which an answer that waits for its client counts as memory; again and again, as long as it waits."""
 

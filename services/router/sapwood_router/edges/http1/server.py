@@ -47,7 +47,7 @@ class HttpServer:
         port: 0 takes a free one.
         rank: Which of the requests that come at once begin first, by their headers.
         tls: Certificate, key and the clients' CA, read again when the files change; None is plain text.
-        bodies: What bodies hold together while they are received.
+        bodies: The memory of all bodies while they are received.
         most_connections: Beyond it, the one that has been idle the longest makes room; if none is idle, the new one is closed.
         limits: Each connection's limits.
         keep_alive: Seconds that an idle connection stays open.

@@ -1,4 +1,4 @@
-"""What goes with an answer's text: its tokens' probabilities, and the prompt before it where it is echoed."""
+"""Additions to an answer's text: its tokens' probabilities, and the echoed prompt before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LogprobsWriter(Protocol):
         ...
 
     def take(self) -> Any:
-        """What was added since the last call, in JSON: a :class:`msgspec.Raw`."""
+        """The additions since the last call, in JSON: a :class:`msgspec.Raw`."""
         ...
 
 

@@ -138,8 +138,8 @@ def contexts_of(
     left_out: LeftOut,
     seeds: Seeds = RANDOM_SEEDS,
 ) -> Steps[list[RequestContext]]:
-    """What the pipeline is to run for a checked request, ``given`` as it came: one for each
-    continuation. ``seeds`` draws an absent seed; ``left_out`` takes tools that nothing here runs.
+    """The pipeline's requests for a checked request (``given`` is the original): one for each continuation.
+    ``seeds`` draws an absent seed; ``left_out`` takes tools that nothing here runs.
 
     Raises:
         InvalidArgumentError: A field makes no sense.
@@ -272,7 +272,7 @@ def _calls(message: Message, path: str, left_out: LeftOut) -> tuple[ToolCall, ..
 
 
 def _reasoning(message: Message) -> str | None:
-    """What the assistant reasoned, by either of its names."""
+    """The assistant's reasoning, by either of its names."""
     other = message.reasoning if isinstance(message.reasoning, str) else None
     return message.reasoning_content or other or None
 

@@ -92,8 +92,7 @@ CHAT_NEUTRAL: Neutral = {
 """Parameters of chats."""
 
 CHAT_SPARED = frozenset({"web_search_options", "moderation", "audio"})
-"""Those of them that an answer may be made without: tools that OpenAI would run, and how an answer would sound that
-``modalities`` asks for."""
+"""Parameters that may be ignored: tools that OpenAI would run, and the sound of answers for ``modalities``."""
 
 EMBEDDING_NEUTRAL: Neutral = {
     "add_special_tokens": (True,),
@@ -105,4 +104,4 @@ EMBEDDING_NEUTRAL: Neutral = {
 STREAM_NEUTRAL: Neutral = {"include_obfuscation": (False,)}
 """Parameters inside ``stream_options``."""
 STREAM_SPARED = frozenset(STREAM_NEUTRAL)
-"""Those of them that an answer may be made without: events of the lengths that they have by themselves."""
+"""Stream options that may be ignored: those about the lengths of events."""

@@ -101,7 +101,7 @@ async def relay(exchange: Exchange, kind: Kind, given: dict[str, Any], pipeline:
 
 
 def _prompt(kind: Kind, given: dict[str, Any]) -> Prompt:
-    """What the log shows where it is to show what was said."""
+    """The text of a request for the log, if texts are logged."""
     said = given.get("messages" if kind == "chat" else "prompt")
     text = said if isinstance(said, str) else msgspec.json.encode(said).decode()
     return ChatPrompt((Turn("messages", text),)) if kind == "chat" else TextPrompt(text)

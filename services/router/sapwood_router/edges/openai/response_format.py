@@ -50,10 +50,10 @@ _NO_OPTION = ("disable_any_whitespace", "disable_additional_properties", "disabl
 
 
 def answer_grammar(request: GenerationRequest) -> tuple[AnswerGrammar | None, str]:
-    """What the text must match, and the parameter that says so; None: anything.
+    """The constraint on the text, and the parameter that sets it; None: none.
 
     Types of ``response_format`` are OpenAI's ``text``, ``json_object`` (with a ``schema`` or without) and ``json_schema``, and
-    SGLang's and vLLM's ``structural_tag``. What cannot be enforced of a schema is ignored unless it is "strict".
+    SGLang's and vLLM's ``structural_tag``. Parts of a schema that cannot be enforced are ignored unless it is "strict".
 
     Raises:
         InvalidArgumentError: It is malformed, or there are several.

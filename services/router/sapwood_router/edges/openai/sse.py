@@ -175,7 +175,7 @@ class TokenChunks(CompletionChunks):
     ) -> None:
         super().__init__(answer_id, contexts, wish, annotator, continuations)
         self._untold = set(range(len(contexts))) if shows_prompt else set[int]()
-        """Choices whose prompt is to be told."""
+        """Choices whose prompt is to be sent."""
 
     def _output(self, index: int, delta: Delta, logprobs: bytes) -> bytes:
         """The chunk of a delta; tokens that come without text have one too."""
@@ -220,7 +220,7 @@ class ChatChunks(CompletionChunks):
         self._hides_reasoning = hides_reasoning
 
     def _opening(self, index: int, prompt_logprobs: bytes) -> bytes:
-        """The first chunk says who speaks; the very first has what is told of the prompt."""
+        """A choice's first chunk has the role; the very first also has the data about the prompt."""
         events = self._delta(index, b'{"role":"assistant","content":""}', NULL)
         if len(self._opened) > 1:
             return events

@@ -94,7 +94,7 @@ class ToolCallObject(msgspec.Struct):
 
 
 class FunctionDefinition(msgspec.Struct):
-    """A function on offer. What else the client says of it goes to the model's template as it came."""
+    """A function on offer. Other fields of it go unchanged to the model's template."""
 
     name: Name
     description: str | None = None

@@ -79,7 +79,7 @@ NEUTRAL: Neutral = {
 SPARED = frozenset({"context_management", "moderation"})
 """Those of them that an answer may be made without."""
 ALSO_IGNORED = frozenset({"max_tool_calls", "client_metadata"})
-"""Of the tools that OpenAI runs itself, which are not here; and what Codex says of itself."""
+"""Parameters of tools that OpenAI runs itself and Sapwood lacks, and Codex's data about itself."""
 BESIDE = (IGNORED | ALSO_IGNORED | TEXT_SAMPLING) - {"metadata"}
 """Parameters that a request may have beside the fields of its type."""
 _LOGPROBS = "message.output_text.logprobs"

@@ -45,7 +45,7 @@ class Conversation:
         self._joins_users = False
         """Whether what the user says goes on, too: a summary stands among it."""
         self._turns: list[list[Turn]] = []
-        """What is put together once it is asked for: one turn may be thousands of items."""
+        """Texts that are joined only when they are needed: one turn may be thousands of items."""
 
     @property
     def turns(self) -> list[Turn]:
@@ -247,7 +247,7 @@ def response_of(item_id: str) -> tuple[str, int]:
 
 
 def text_part(text: str, logprobs: object = ()) -> dict[str, Any]:
-    """A part of a message, with its tokens if they are told."""
+    """A part of a message, with its tokens if they are reported."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 

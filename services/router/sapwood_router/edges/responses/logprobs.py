@@ -88,7 +88,7 @@ def _places(whole: str, starts: list[int], text: str, at: int, *, calls: bool) -
     """Where a text begins and ends in what the tokens say, from some place on: in several pieces if calls are between them.
 
     Args:
-        whole: What the tokens say.
+        whole: The tokens' text.
         starts: Where each token begins in it; ascending.
         text: The text.
         at: Where it may begin.
@@ -106,7 +106,7 @@ def _places(whole: str, starts: list[int], text: str, at: int, *, calls: bool) -
 
 
 def _begin(whole: str, starts: list[int], text: str, at: int, *, last: bool) -> int:
-    """Where a text that is there begins, from some place on.
+    """The place where a contained text begins, searching from a place on.
 
     That is there if it goes on at once. Else it comes after a mark or a call, which may say the same within a token or as a
     value, so it begins where a token does, or after the token's blanks; and what is ``last`` comes after all those.
@@ -124,7 +124,7 @@ def _begin(whole: str, starts: list[int], text: str, at: int, *, last: bool) -> 
 
 
 def _spell(ids: list[int], vocabulary: Vocabulary) -> tuple[str, list[int]]:
-    """What tokens say together, special ones nothing, and where in it each one begins."""
+    """The joined text of tokens, without special ones, and where each token begins in it."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     texts = [decoder.decode(b"" if token in vocabulary.special_ids else vocabulary.bytes_of(token)) for token in ids]
     return "".join(texts), list(accumulate(map(len, texts[:-1]), initial=0))

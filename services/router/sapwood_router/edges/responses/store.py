@@ -50,7 +50,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps responses, each for the tenant who asked for it. What has not been used for longest goes first.
+    """Keeps responses, each for the tenant who asked for it. The least recently used response is dropped first.
 
     Args:
         most: Responses that a tenant may have; 0: none is kept.

@@ -17,7 +17,7 @@ from sapwood_router.observe.status import RouterState
 
 
 class ModelInfo(msgspec.Struct):
-    """What ``/get_model_info`` tells of the only model there is."""
+    """The answer of ``/get_model_info`` about the only model."""
 
     model_path: str
     tokenizer_path: str
@@ -31,7 +31,7 @@ def sglang_routes(
 
     Args:
         pipeline: Knows the models.
-        steering: What concerns the requests of all; None: that is for operators.
+        steering: The routes that affect all clients' requests; None: only operators may use these.
         status: How the router and its workers are; None: that is for operators.
     """
 

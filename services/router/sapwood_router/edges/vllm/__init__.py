@@ -1,1 +1,1 @@
-"""What vLLM's server has beside OpenAI's API: tokens and versions. Knows no gRPC and no worker."""
+"""The routes of vLLM's server besides OpenAI's API: tokens and versions. Knows no gRPC and no worker."""

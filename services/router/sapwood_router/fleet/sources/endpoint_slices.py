@@ -2,7 +2,8 @@
 
 A list, then a watch from its version on, then again: the API server ends watches at will, and a watch that is too old (410)
 begins with a list again. The official client blocks, so it runs in a thread. Endpoints that are not ready count as well: the
-router watches each worker's state itself. Those that terminate do not: the router gives them nothing new and lets them finish.
+router watches each worker's state itself. Terminating endpoints do not count: the router sends them no new requests and lets them
+finish.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ async def follow_endpoint_slices(
         api: A ``kubernetes.client.DiscoveryV1Api``.
         service: Whose endpoints.
         name: Called on the event loop.
-        fallback: What runs from when the API server fails until it answers again: another way to find the endpoints.
+        fallback: Another way to find the endpoints, used from a failure of the API server until it answers again.
         watch_seconds: Seconds after which the server is to end a watch.
         answer_seconds: Seconds without a word, beyond those, that are a failure.
     """

@@ -1,4 +1,4 @@
-"""What prefill, a hand-over and generating take, as measured on requests that were answered.
+"""The measured times of prefill, KV transfer and generation, from answered requests.
 
 Each is learnt for a model, and what is old counts ever less: a fleet's load and network change. Nothing is assumed: before there
 are measurements, nothing is weighed. Workers of all roles are taken to compute prompts equally fast: figures of each role differ
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 _KEPT = 0.98
-"""What each further sample leaves of the weight of those before it: about fifty count."""
+"""The factor by which each sample fades the weight of earlier ones: about fifty count."""
 PROBE_SECONDS, _KEPT_STALE = 30.0, 0.5
 """If no hand-over was measured for so long, what was measured may no longer hold: the next one leaves this of its weight. So a
 few of them are enough to disprove slow first ones, as when connections are opened."""

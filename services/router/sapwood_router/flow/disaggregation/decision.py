@@ -22,7 +22,7 @@ next second differs from its last ones, and the policy, which counts requests an
 evenly. Nor is anything weighed where no worker has a request: there is none that a pair could spare anything, and the next may be
 one of many.
 
-What a hand-over takes is measured on those that are made. Until enough were measured, and where none was for long, it is taken
+The time of a KV transfer is measured on real transfers. Until enough were measured, and where none was for long, it is taken
 to cost nothing, now and then: so one is begun only to measure it where it could pay at all, and none where it could not.
 """
 
@@ -60,7 +60,7 @@ _MOST_WEIGHED = 32
 
 
 class Part(enum.Enum):
-    """What of a request a worker is asked for."""
+    """Which part of a request a worker is asked for."""
 
     WHOLE = "whole"
     PREFILL = "prefill"
@@ -82,7 +82,7 @@ class Decision(msgspec.Struct, frozen=True):
         disaggregated: Whether.
         reason: Why.
         whole_roles: Who is asked for all of it with ``auto`` if it is not, in this order; empty: anybody.
-        estimates: What was weighed, if anything was.
+        estimates: The weighed costs, if any.
     """
 
     disaggregated: bool
@@ -131,7 +131,7 @@ class Disaggregation:
         return decision.whole_roles if decision and self.mode == "auto" and part is Part.WHOLE else PREFERRED[part]
 
     def pages_beside(self, demand: Demand) -> frozenset[bytes]:
-        """What the pages of the decode workers hold that can be asked: a prefill worker's have to fit one's. Empty: any fit."""
+        """The page fingerprints of the available decode workers: a prefill worker's must equal one of them. Empty: any fit."""
         decoding = [model for _, model in self._askable(demand) if model.role is Role.DECODE]
         pages = frozenset(each.pages for each in decoding)
         return frozenset() if b"" in pages else pages

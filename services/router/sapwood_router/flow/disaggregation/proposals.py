@@ -1,6 +1,6 @@
 """Which worker had better have another role, by what its kind and the other have had to do lately.
 
-Where prompts wait long and those who generate have room, one that generates is to compute prompts, and the other way round. It is
+If prompts wait long and decode workers have room, a decode worker should become a prefill worker, and the other way round. It is
 said where operators look, and nothing is changed: ``sapwood worker role`` does that.
 
 Averages forget half of what they know in ``SMOOTHING`` seconds, so that a burst proposes nothing; a kind's last worker keeps

@@ -6,7 +6,8 @@
          + seconds that its place in each step takes from those that its worker generates for
 
 Beside whom a request will generate counts those that are on their way, too: who waits at the worker, and for decode workers their
-share of the prompts that are computed to be handed off. Of many that come at once none generates yet. In the next seconds as many
+share of the prompts that are computed to be handed off. If many requests come at once, none of them generates yet. In the next
+seconds as many
 are believed to come as were computed in the last, not as were asked for: many that come at once queue before it, and none behind.
 
 The sum of that over all requests is what a fleet can make small; see ``costs.py`` for how the parts are measured. On mixes of
@@ -33,7 +34,7 @@ MOST_PREFILLING = 0.9
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """What a request would cost in one way, in seconds.
+    """A request's cost in one way, in seconds.
 
     Attributes:
         worker: Address of the worker that computes the prompt.
@@ -136,12 +137,12 @@ def cheapest_pair(weighed: Mapping[Role, Sequence[Weighed]], costs: ModelCosts, 
     """The pair of a prefill and a decode worker that costs least; None: there is none whose pages fit each other.
 
     Args:
-        weighed: What each of them would cost alone.
+        weighed: The cost of the request at each of them alone.
         costs: Know what a hand-over takes.
         free: Whether it is taken to cost nothing.
     """
     firsts: dict[bytes, Estimate] = {}
-    """Of the prefill workers whose pages hold the same the one that is done first, others' delay included."""
+    """Among prefill workers with equal page fingerprints, the one that is done first, including other requests' delay."""
     for each in weighed.get(Role.PREFILL, ()):
         firsts[each.pages] = min(firsts.get(each.pages, each.estimate), each.estimate, key=_first)
     pairs = []

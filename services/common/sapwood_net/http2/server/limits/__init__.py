@@ -1,1 +1,1 @@
-"""What clients of an HTTP/2 server may do, hold and wait for: counts and clocks. Knows no call and no handler."""
+"""Limits for clients of an HTTP/2 server: counts and clocks. Knows no call and no handler."""

@@ -75,7 +75,8 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
 def _parse_list(source: Source, out: Emitter, tools: Tools, *, tagged: bool) -> Steps[bool]:
     """Read a list of calls; returns whether one was started. Text that is not part of a value is left in the record.
 
-    In a tagged list any name is a tool's, but behind what is broken only one on offer: text of a value looks like a call.
+    In a tagged list any name counts as a tool. After a broken part only names of offered tools count, because text in a value may
+    look like a call.
     """
     called = False
     more = tagged

@@ -137,7 +137,7 @@ class Steering:
         """Ends a pause of any mode.
 
         Raises:
-            SapwoodError: A worker did not go on; new requests wait no longer all the same.
+            SapwoodError: A worker did not resume. New requests no longer wait even then.
         """
         self._running.resume()
         await self._fleet.resume()

@@ -26,10 +26,10 @@ class Spending:
     prompts: dict[int, object] = field(default_factory=dict)
 
     def take_prompt(self, prompt: object, tokens: int) -> None:
-        """Takes the tokens of one of its prompts, once for all continuations of it, as the usage counts them.
+        """Charges the tokens of one of its prompts to the tenant, once for all continuations, as the usage counts them.
 
         Raises:
-            ResourceExhaustedError: It is the first, and the tenant has none left for now; nothing was taken.
+            ResourceExhaustedError: The prompt is the first, and the tenant has no tokens left for now; nothing was charged.
         """
         if id(prompt) in self.prompts:
             return

@@ -24,7 +24,7 @@ def prompt_of(request: CountRequest, left_out: LeftOut) -> Steps[tuple[ChatPromp
     results.
 
     Raises:
-        InvalidArgumentError: It has what is not understood.
+        InvalidArgumentError: The input has a field that is not understood.
     """
     turns = _Turns(left_out)
     if request.system:

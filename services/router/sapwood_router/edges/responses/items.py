@@ -71,8 +71,8 @@ class Conversation:
             left_out: Takes calls of tools that nothing here runs, and their results.
 
         Raises:
-            InvalidArgumentError: It has what is not understood.
-            NotFoundError: It refers to what is not kept.
+            InvalidArgumentError: The input has a field that is not understood.
+            NotFoundError: The input refers to an item that is not kept.
         """
         if isinstance(given, str):
             self.add("input", Turn("user", given))

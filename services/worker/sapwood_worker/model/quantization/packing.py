@@ -51,7 +51,8 @@ def stored_slot(stored: Stored, name: str, *spans: Span, device: torch.device) -
 
 
 def divided(stored: Stored, name: str, span: Span, by: int) -> Span:
-    """The words or groups, of ``by`` numbers each, that a part of a dimension lies in; one for all is every rank's.
+    """The words or groups, of ``by`` numbers each, that a part of a dimension lies in. A group of the whole dimension belongs to
+    every rank.
 
     Raises:
         ConfigError: The part begins or ends within one.

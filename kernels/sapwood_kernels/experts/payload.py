@@ -68,7 +68,7 @@ def _rounded(groups: Tensor, biased: Tensor) -> Tensor:
 
 
 def from_float8(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """What :func:`to_float8` stands for: [T, N]."""
+    """The numbers that :func:`to_float8` has rounded, widened again: [T, N]."""
     scales = (exponents.int() << 23).view(torch.float32)
     return (_grouped(codes.float()) * scales[..., None]).flatten(1)[:, : codes.shape[1]].to(dtype)
 

@@ -148,7 +148,7 @@ def _multiply(
                     turn += 1
                 total = warpgroup_mma_wait(0, deps=[total])
                 mbarrier.arrive(free.index((turn + STAGES - 1) % STAGES), count=1)
-                # Columns 0 to 127 and the others, which the same thread has.
+                # Splits columns into 0 to 127 and the others; the same thread holds both halves.
                 low, high = gl.split(gl.permute(gl.reshape(total, [64, 2, 128]), (0, 2, 1)))
                 if GATE >= 0:
                     if GATE == 2:

@@ -46,7 +46,7 @@ class Shared(Protocol):
 class Attempt:
     """One worker's try at a request, from its place on the worker's account to its end, without a task of its own.
 
-    Implements ``StreamSink``. Each kind of request overrides what takes the answers it asked for.
+    Implements ``StreamSink``. Each kind of request overrides the methods that take its answers.
 
     Args:
         owner: The request; it learns of the end.

@@ -359,7 +359,7 @@ class HostGround:
     Args:
         host: The second tier's pages.
         pool: Their memory.
-        fingerprint: What pages hold besides tokens.
+        fingerprint: A hash of everything besides tokens that pages depend on.
         backend: Reads.
 
     Attributes:

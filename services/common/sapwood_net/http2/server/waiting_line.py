@@ -106,7 +106,7 @@ class WaitingLine:
         callers, new = self._waiting[priority], self._new[priority]
         if not callers[caller]:
             del callers[caller]
-            had_turn = True  # it comes as new, if it comes again
+            had_turn = True  # if this caller returns, it counts as new
         if had_turn:
             new.pop(caller, None)
         if not callers:

@@ -71,7 +71,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
 
 
 async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
-    """Goes on with a text: with ``raw`` as it is, else as what the user says, in the model's chat template.
+    """Continues a text: unchanged with ``raw``, else as the user's message in the model's chat template.
 
     Raises:
         SapwoodError: It is wrong, or it failed.

@@ -138,7 +138,7 @@ class ReceiveBuffer:
         device: The device's pages.
         num_pages: How many there are.
         page_bytes: Bytes of a page's content.
-        fingerprint: What pages hold besides tokens.
+        fingerprint: A hash of everything besides tokens that pages depend on.
         backend: Reads.
 
     Attributes:

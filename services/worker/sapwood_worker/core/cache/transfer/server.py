@@ -132,7 +132,7 @@ class PageServer:
         Args:
             leases: The ledger.
             pool: The host pages.
-            fingerprint: What pages hold besides tokens.
+            fingerprint: A hash of everything besides tokens that pages depend on.
             engines: For each transfer engine: returns the metadata for its readers, given the address by which they reached the
                 worker.
             device: The GPU's pages, if readers may read them there.

@@ -61,10 +61,10 @@ class KvEventFollower:
             pass
 
     def in_turns(self, message: worker_pb2.SubscribeKvEventsResponse) -> Iterator[None]:
-        """Takes the next message, some pages at a time: what a long prompt leaves would keep others' tokens waiting.
+        """Takes the next message, some pages at a time: the pages of a long prompt would delay other requests' tokens.
 
         Raises:
-            DriftError: It does not follow the last batch, or its digest is not the worker's.
+            DriftError: The message does not follow the last batch, or the index has another digest than the worker.
         """
         if message.snapshot:
             self._whole = not message.more

@@ -46,7 +46,7 @@ def test_constant_arrivals_are_equally_far_apart() -> None:
 
 
 @pytest.mark.parametrize("dataset", [name for name in DATASETS if name not in ("sharegpt", "file")])
-def test_the_same_seed_gives_the_same_prompts_and_another_one_others(dataset: Any) -> None:
+def test_a_seed_gives_its_prompts_again_and_another_seed_gives_others(dataset: Any) -> None:
     source = Source(dataset, inputs=Lengths(5, 9), outputs=Lengths(3, 7), turns=Lengths(2, 3))
     first, again, other = (list(islice(source.open("completions", 1.0, seed), 20)) for seed in (1, 1, 2))
     assert first == again != other

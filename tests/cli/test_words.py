@@ -35,7 +35,9 @@ def test_a_word_that_is_none_here_names_the_one_that_is(
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_says_what_it_is_without_loading_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folders_facts_are_shown_without_loading_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 2,

@@ -53,7 +53,7 @@ def test_the_descriptor_set_is_whole_and_has_the_comments(descriptors: dict[str,
     assert any("Streams the continuation of a prompt." in text for text in comments)
 
 
-def test_it_is_that_of_the_protos(descriptors: dict[str, FileDescriptorProto], tmp_path: Path) -> None:
+def test_the_descriptor_set_is_that_of_the_protos(descriptors: dict[str, FileDescriptorProto], tmp_path: Path) -> None:
     image = tmp_path / "now.binpb"
     assert run("buf", "build", "protos", "--exclude-source-info", "-o", image) == (0, "")
     for file in FileDescriptorSet.FromString(image.read_bytes()).file:
@@ -63,7 +63,7 @@ def test_it_is_that_of_the_protos(descriptors: dict[str, FileDescriptorProto], t
         assert ours == file, "make proto writes it again"
 
 
-def test_grpcurl_reads_it_without_a_server() -> None:
+def test_grpcurl_reads_the_descriptor_set_without_a_server() -> None:
     with as_file(files("sapwood.v1") / "descriptors.binpb") as path:
         code, shown = run("grpcurl", "-protoset", path, "describe", "sapwood.v1.Router.Generate")
     assert code == 0, shown
@@ -71,7 +71,7 @@ def test_grpcurl_reads_it_without_a_server() -> None:
     assert "// Streams the continuation of a prompt." in shown
 
 
-def test_the_wheel_has_it(tmp_path: Path) -> None:
+def test_the_wheel_has_the_descriptor_set(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for folder in ("protos", "sapwood", "sapwood_testing", "services", "kernels"):

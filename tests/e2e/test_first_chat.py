@@ -48,7 +48,7 @@ def test_the_demo_model_chats_in_a_pipe(demo: Any) -> None:
     assert "The capital of Germany is Berlin." in done.stdout
 
 
-def test_one_command_starts_a_model_asks_it_and_stops_it() -> None:
+def test_one_command_starts_asks_and_stops_a_model() -> None:
     command = [sys.executable, "-m", "sapwood.cli.main", "run", "demo", "What", "is", "the", "capital", "of", "France?"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "The capital of France is Paris.\n"

@@ -108,7 +108,7 @@ def test_ctrl_c_stops_everything(start_cluster: Any) -> None:
         assert not any(_runs(pid) for pid in pids)
 
 
-def test_it_does_not_outlive_the_reader_of_its_output(dummy_model: Path) -> None:
+def test_a_cluster_does_not_outlive_the_reader_of_its_output(dummy_model: Path) -> None:
     flags = f"--ports auto --workers 1 --model {dummy_model} --worker-load-format dummy"
     command = f"{sys.executable} -m sapwood.cli.main up {flags} | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, check=False)

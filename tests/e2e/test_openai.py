@@ -19,7 +19,7 @@ def client(cluster: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def test_it_completes(client: openai.OpenAI) -> None:
+def test_a_completion_continues_the_prompt(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=9, temperature=0)
     assert answer.choices[0].text.startswith(CONTINUATION)
     assert answer.choices[0].finish_reason == "length"
@@ -28,7 +28,7 @@ def test_it_completes(client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (6, 9, 15)
 
 
-def test_it_streams_what_it_completes(client: openai.OpenAI) -> None:
+def test_a_stream_joins_to_the_whole_completion(client: openai.OpenAI) -> None:
     whole = client.completions.create(model="demo", prompt=PROMPT, max_tokens=12, temperature=0)
     stream = client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
@@ -41,7 +41,7 @@ def test_it_streams_what_it_completes(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 12
 
 
-def test_it_chats(client: openai.OpenAI) -> None:
+def test_a_chat_is_answered_whole_and_streamed(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Name three colours."}]
     answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=12, temperature=0)
     assert answer.choices[0].message.role == "assistant"
@@ -57,7 +57,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_the_same_seed_gives_the_same_text(client: openai.OpenAI) -> None:
+def test_a_seed_gives_its_text_again(client: openai.OpenAI) -> None:
     def text(seed: int) -> str:
         answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=12, temperature=1, seed=seed)
         return answer.choices[0].text
@@ -68,7 +68,7 @@ def test_the_same_seed_gives_the_same_text(client: openai.OpenAI) -> None:
     assert same == again == first != other
 
 
-def test_it_lists_its_models(client: openai.OpenAI) -> None:
+def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list().data] == ["demo"]
 
 

@@ -17,7 +17,7 @@ GREEDY = {"max_tokens": 6, "temperature": 0}
 SETTINGS = {"load_format": "dummy", "num_pages": 1024, "threads": 1}
 
 
-async def test_it_answers_as_the_blocking_engine_does(engine: Any, tiny: Path) -> None:
+async def test_the_async_engine_answers_as_the_blocking_one_does(engine: Any, tiny: Path) -> None:
     texts = [f"number {index}" for index in range(20)]
     turns = [{"role": "user", "content": "hello"}]
     async with sapwood.AsyncEngine(str(tiny), **SETTINGS) as other:

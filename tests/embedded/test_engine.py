@@ -100,19 +100,19 @@ def test_an_error_names_its_prompt_and_costs_nobody_else(engine: Any) -> None:
     assert engine.generate("fine", **GREEDY).finish_reason == "length"
 
 
-def test_leaving_in_mid_stream_stops_it(engine: Any, until: Any) -> None:
+def test_leaving_in_mid_stream_stops_the_generation(engine: Any, until: Any) -> None:
     with engine.stream("abc", max_tokens=10_000, ignore_eos=True) as generation:
         assert next(generation).finish_reason is None
     until(lambda: all(not worker.in_flight for worker in engine._stream.list_workers()))
     assert engine.generate("fine", **GREEDY).finish_reason == "length"
 
 
-def test_starting_it_again_changes_nothing(engine: Any) -> None:
+def test_starting_an_engine_again_changes_nothing(engine: Any) -> None:
     assert engine.start() is engine
     assert engine.generate("fine", **GREEDY).finish_reason == "length"
 
 
-async def test_it_works_inside_a_running_event_loop(engine: Any) -> None:
+async def test_an_engine_works_inside_a_running_event_loop(engine: Any) -> None:
     assert engine.generate("fine", **GREEDY).finish_reason == "length"
 
 

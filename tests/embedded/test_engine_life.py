@@ -53,7 +53,7 @@ def test_two_engines_in_one_process_answer_alike_and_leave_nothing(tiny: Path, c
     first.close()
 
 
-def test_its_greedy_answers_are_those_of_transformers(tiny: Path, tmp_path: Path) -> None:
+def test_an_engines_greedy_answers_are_those_of_transformers(tiny: Path, tmp_path: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     config = transformers.AutoConfig.from_pretrained(tmp_path)

@@ -18,7 +18,7 @@ from sapwood_router.config import RouterConfig
         (("--worker-silence", "heartbeat_ms=2000"), "--worker-silence"),
     ],
 )
-def test_they_are_named(flags: tuple[str, ...], named: str) -> None:
+def test_settings_that_contradict_each_other_are_named(flags: tuple[str, ...], named: str) -> None:
     given = given_settings(RouterConfig, build_parser(RouterConfig, "router", "text").parse_args(flags))
     with pytest.raises(ConfigError) as caught:
         load_config(RouterConfig, given)

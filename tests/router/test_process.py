@@ -67,7 +67,7 @@ async def fakes():
     await tokenizer.kill()
 
 
-async def test_it_serves_and_logs_a_line_a_request(fakes) -> None:
+async def test_a_router_serves_and_logs_a_line_a_request(fakes) -> None:
     tokenizer, worker = fakes
     flags = ("--tokenizer", tokenizer.address, "--workers", worker.address, "--policy", "least_load")
     async with router(*flags) as running:

@@ -38,7 +38,7 @@ def test_flags_come_before_variables_and_variables_before_the_file(tmp_path: Pat
     }
 
 
-def test_what_config_prints_reads_the_same(tmp_path: Path) -> None:
+def test_a_printed_configuration_reads_back_unchanged(tmp_path: Path) -> None:
     first = config("--all", "--workers", "1", "--router-policy", "prefix_hash")
     assert first.returncode == 0, first.stderr
     path = tmp_path / "all.yaml"

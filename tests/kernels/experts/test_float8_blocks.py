@@ -173,7 +173,7 @@ def test_a_hopper_takes_that_kernel_for_many_tokens_that_may_be_rounded(monkeypa
             assert bool(calls) == (taken and tokens == least and of_dtype is x)
 
 
-def test_it_is_said_once_that_inputs_are_rounded(caplog):
+def test_the_log_says_once_that_inputs_are_rounded(caplog):
     ops, (*_, up, down) = cuda.CudaOps(torch.device(DEVICE)), made(2, 128)
     with caplog.at_level("INFO"):
         for stacks in ((replace(up, rounds=None), down), (up, down), (up, down)):

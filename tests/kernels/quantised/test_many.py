@@ -78,7 +78,7 @@ def test_a_norm_a_gate_and_a_residual_go_along(processors):
 
 
 @pytest.mark.timeout(60)
-def test_it_ends_where_marks_were_never_cleared(monkeypatch):
+def test_the_kernel_ends_where_marks_were_never_cleared(monkeypatch):
     """As in a rehearsal, which launches what is compiled already and leaves out what is not."""
 
     def uncleared(x, cleared, **how):

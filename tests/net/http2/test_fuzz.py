@@ -213,5 +213,5 @@ async def test_a_connection_ends_with_a_goodbye_or_goes_on_and_others_notice_not
 @pytest.mark.slow
 @settings(FUZZ, max_examples=500)
 @given(connections(), st.integers(1, 5000))
-async def test_the_same_of_many_more(served, sent, piece) -> None:
+async def test_many_more_broken_connections_hurt_no_other(served, sent, piece) -> None:
     await try_out(*served, sent, piece)

@@ -25,7 +25,7 @@ async def trimmed(trim: MemoryTrim) -> int:
     return trim.trims
 
 
-async def test_it_trims_once_soon_after_much_was_freed(monkeypatch) -> None:
+async def test_memory_is_trimmed_once_soon_after_much_was_freed(monkeypatch) -> None:
     monkeypatch.setattr(memory_trim, "_SOON", 0.0)
     trim = MemoryTrim()
     memory, body = BodyMemory(256 * MB, trim.freed), Body()

@@ -42,7 +42,7 @@ def test_one_that_was_stopped_for_a_minute_is_not_taken_for_that_slow() -> None:
     assert lag.recent == MOST
 
 
-async def test_it_measures_the_loop_that_it_runs_on() -> None:
+async def test_silence_is_measured_on_the_loop_that_runs_the_check() -> None:
     clock = Clock()
     lag = LoopLag(clock)
     measuring = asyncio.create_task(lag.run())

@@ -8,7 +8,7 @@ from sapwood_net.pacing.sliding_count import SlidingCount
 from sapwood_testing.clock import Clock
 
 
-def test_it_counts_what_was_added_in_this_part_of_the_window_and_the_nine_before() -> None:
+def test_the_count_is_of_this_part_of_the_window_and_the_nine_before() -> None:
     rng, clock = random.Random(1), Clock(7.3)
     count, added = SlidingCount(10.0, clock), []
     for _ in range(3000):

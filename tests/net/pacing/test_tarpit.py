@@ -98,7 +98,7 @@ async def test_the_last_words_leave_at_once_and_the_connection_closes_later(make
     client.close()
 
 
-async def test_it_closes_in_time_the_first_one_first(make_server) -> None:
+async def test_connections_are_closed_in_time_and_in_order(make_server) -> None:
     server = make_server(seconds=0.02)
     clients = [await server.connect() for _ in range(100)]
     for client in clients:

@@ -12,7 +12,7 @@ class Greeter(asyncio.Protocol):
         transport.close()
 
 
-async def test_it_serves_until_it_is_closed() -> None:
+async def test_a_port_serves_until_closed() -> None:
     port = Port("127.0.0.1", 0)
     number = port.open(Greeter)
     reader, writer = await asyncio.open_connection("127.0.0.1", number)

@@ -25,7 +25,7 @@ async def seeds_of(make_cluster, **settings) -> list[int]:
         return [call.request.sampling.seed for call in one.calls()]
 
 
-async def test_the_same_requests_in_the_same_order_get_the_same_seeds(make_cluster) -> None:
+async def test_requests_repeated_in_order_get_their_seeds_again(make_cluster) -> None:
     first, again, other = [await seeds_of(make_cluster, random_seed=seed) for seed in (7, 7, 8)]
     assert sorted(first) == sorted(again)  # the parts of one request may reach the worker in any order
     assert first[0] == again[0]

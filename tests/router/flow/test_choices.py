@@ -190,7 +190,7 @@ async def test_every_adjustment_reaches_the_worker(one) -> None:
         assert not sampling.HasField("n")
 
 
-async def test_the_same_over_grpc(one, expect_error) -> None:
+async def test_grpc_gives_choices_logprobs_and_adjustments(one, expect_error) -> None:
     one.workers[0].script.tokens = lambda prompt: IDS
     sampling = common_pb2.SamplingParams(n=2, logprobs=1, prompt_logprobs=0, logit_bias={5: 1}, min_tokens=2)
     responses = await one.generate("ab", sampling=sampling)

@@ -124,7 +124,7 @@ async def test_a_model_that_makes_none_says_so(cluster, wait_until) -> None:
     assert caught.value.param == "model"
 
 
-async def test_the_same_over_grpc(cluster, expect_error) -> None:
+async def test_grpc_gives_embeddings_and_names_the_wrong_input(cluster, expect_error) -> None:
     item = router_pb2.EmbedInput
     inputs = [item(text="ab"), item(tokens=common_pb2.TokenIds(ids=[7, 8]))]
     answer = await cluster.stub.Embed(router_pb2.RouterEmbedRequest(input=inputs, pooling=worker_pb2.POOLING_MEAN))
@@ -204,7 +204,7 @@ async def test_all_that_a_lost_worker_had_are_answered_without_retries(make_clus
         assert lost.breaker.state.value == "closed"  # one loss is one fault
 
 
-async def test_with_no_other_worker_it_waits_for_one(make_cluster, wait_until) -> None:
+async def test_with_no_other_worker_a_request_waits_for_one(make_cluster, wait_until) -> None:
     async with make_cluster(1, resume_grace=20) as cluster:
         (worker,) = cluster.workers
         worker.script.gate = asyncio.Event()

@@ -78,7 +78,7 @@ async def test_what_is_wrong_is_named(cluster) -> None:
     assert not cluster.calls()
 
 
-async def test_the_same_over_grpc(cluster, expect_error) -> None:
+async def test_grpc_takes_grammars_and_tools_and_names_what_is_wrong(cluster, expect_error) -> None:
     grammar = common_pb2.Grammar(regex="a+", options=common_pb2.GrammarOptions(any_whitespace=False, lenient=True))
     assert await cluster.generate("hi", grammar=grammar)
     assert cluster.tokenizer.grammars[-1].grammar == grammar

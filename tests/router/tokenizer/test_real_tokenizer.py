@@ -117,7 +117,7 @@ async def test_a_call_is_made_answered_and_followed_up(client, worker, byte_toke
     assert prompt.endswith("<tool_response>sun</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n")
 
 
-async def test_it_streams_what_it_answers(client, worker) -> None:
+async def test_a_stream_joins_to_the_whole_answer(client, worker) -> None:
     for delay in (0.001, 0.02, 0.2):  # what the tokenizer is late with comes in one piece
         worker.script.delay = delay
         stream = await client.chat.completions.create(model="fake", messages=QUESTION, tools=TOOLS, stream=True)
@@ -148,7 +148,7 @@ async def test_without_tools_a_call_is_text(client) -> None:
         assert answer.message.reasoning_content == THOUGHTS
 
 
-async def test_the_same_over_grpc_and_faults_in_tools_are_named(router, expect_error) -> None:
+async def test_grpc_calls_tools_and_names_faults_in_tools(router, expect_error) -> None:
     turns = [common_pb2.ChatMessage(role="user", content="hi")]
     messages = router_pb2.ChatMessages(messages=turns)
     async with open_channel(f"127.0.0.1:{router.grpc_port}") as channel:

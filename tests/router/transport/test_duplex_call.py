@@ -104,7 +104,7 @@ async def test_what_is_busy_says_when_it_is_ready_again() -> None:
         opened.close()
 
 
-async def test_it_ends_with_the_services_status_after_its_last_message() -> None:
+async def test_a_call_ends_with_the_services_status_after_its_last_message() -> None:
     async def refuse(requests, context):
         yield b"last"
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "zu viel für uns, 100 %")

@@ -34,7 +34,7 @@ LLAMA = processors.TemplateProcessing("<s> $A", "<s> $A <s>:1 $B:1", [("<s>", 0)
     ],
     ids=["none", "bert", "roberta", "llama"],
 )
-def test_it_joins_as_the_library_does(post_processor: Any, expected: PairTemplate) -> None:
+def test_pairs_are_joined_as_the_library_does(post_processor: Any, expected: PairTemplate) -> None:
     tokenizer = make(post_processor)
     template = read_pair_template(tokenizer)
     assert template == expected

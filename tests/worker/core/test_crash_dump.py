@@ -32,7 +32,7 @@ def step(number: int) -> Step:
     )
 
 
-def test_it_has_the_last_steps_their_shapes_and_the_failure_but_no_tokens(tmp_path: Path) -> None:
+def test_a_dump_has_the_last_steps_shapes_and_the_failure_but_no_tokens(tmp_path: Path) -> None:
     dump = CrashDump(tmp_path / "dumps", INFO)
     for number in range(KEPT_STEPS + 5):
         dump.planned(step(number))

@@ -160,7 +160,7 @@ def test_all_outputs_of_a_step_travel_in_one_message() -> None:
     assert steps[-1].load.running_requests == 0
 
 
-def test_it_waits_for_messages_only_when_there_is_no_work() -> None:
+def test_the_loop_waits_for_messages_only_when_there_is_no_work() -> None:
     channel = run([submit(0, [1], max_tokens=3)])
     assert channel.waits == [True, False, False, True]
 

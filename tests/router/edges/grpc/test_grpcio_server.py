@@ -16,7 +16,7 @@ async def cluster(make_cluster):
         yield running
 
 
-async def test_it_streams_what_it_answers_and_says_by_whom(cluster) -> None:
+async def test_an_answer_is_streamed_and_names_its_worker(cluster) -> None:
     call = cluster.stub.Generate(router_pb2.RouterGenerateRequest(text="abc", request_id="r1"))
     responses = [response async for response in call]
     assert responses[-1].finish_reason

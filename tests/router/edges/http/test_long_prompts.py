@@ -71,7 +71,7 @@ async def test_a_streamed_response_to_a_prompt_that_is_too_long_fails_in_the_str
     assert refused.status_code == 400
 
 
-async def test_it_is_told_over_grpc_too(cluster) -> None:
+async def test_grpc_names_the_text_of_a_prompt_that_is_too_long(cluster) -> None:
     import grpc
 
     from sapwood_common.status import from_rpc_error

@@ -47,7 +47,7 @@ def schema_of(document: dict, path: str, part: str) -> dict:
     return {**holder["content"]["application/json"]["schema"], "components": document["components"]}
 
 
-async def test_it_is_a_valid_document_of_all_paths(cluster, document) -> None:
+async def test_the_document_is_valid_and_has_all_paths(cluster, document) -> None:
     validate(document)
     for path, methods in document["paths"].items():
         for method in methods:

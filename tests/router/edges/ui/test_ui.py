@@ -100,7 +100,7 @@ async def test_nothing_but_the_pages_files_is_served(cluster, path) -> None:
     assert (await cluster.http.post("/ui/main.js", json={})).status_code == 405
 
 
-async def test_it_can_be_left_out(make_cluster) -> None:
+async def test_the_page_can_be_left_out(make_cluster) -> None:
     async with make_cluster(1, ui=False) as cluster:
         for path in ("/", "/ui", "/ui/", "/ui/main.js", "/ui/fleet"):
             assert (await cluster.http.get(path)).status_code == 404
@@ -206,7 +206,7 @@ async def test_what_status_does_not_show_the_page_does_not_show(make_cluster, se
         assert (await cluster.http.post("/ui/route", json=CHAT)).status_code == 405
 
 
-async def test_its_own_page_may_ask_where_no_stranger_can_have_that_name(make_cluster, keys) -> None:
+async def test_the_page_may_ask_where_no_stranger_can_have_that_name(make_cluster, keys) -> None:
     async with make_cluster(1, cors_origins=("http://known.example:8000",)) as cluster:
         at = f"127.0.0.1:{cluster.router.http_port}"
         for host, origin, allowed in (

@@ -282,7 +282,7 @@ def test_of_requests_that_come_at_once_none_is_weighed_as_if_it_came_alone(name:
 
 @pytest.mark.parametrize("name", [*MEASURED_MIXES, *OTHER_MIXES])
 @pytest.mark.parametrize("model", SPEEDS)
-def test_nor_is_what_comes_at_once_taken_for_what_will_come(model: str, name: str) -> None:
+def test_requests_that_come_at_once_are_not_taken_for_those_to_come(model: str, name: str) -> None:
     mix = {**MEASURED_MIXES, **OTHER_MIXES}[name]
     modes: tuple[Disaggregate, ...] = ("always", "never", "auto")
     ratios = []

@@ -79,7 +79,7 @@ steps = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(steps, st.integers(0, 20), st.lists(prompts, min_size=1, max_size=5))
-def test_it_answers_as_brute_force_does_and_keeps_its_budget(steps, budget, asked) -> None:
+def test_the_index_answers_as_brute_force_does_and_keeps_its_budget(steps, budget, asked) -> None:
     index, model = PrefixIndex(budget * ENTRY_BYTES, clock()), Model(budget)
     done = []
     for action, worker, argument in steps:

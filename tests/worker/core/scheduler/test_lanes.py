@@ -79,6 +79,6 @@ def test_too_few_requests_for_lanes_are_all_in_each_step_without_waiting(request
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])
-def test_nor_do_those_stay_apart_whose_prompts_were_computed_one_after_the_other(micro_batches: int) -> None:
+def test_requests_whose_prompts_came_one_after_another_do_not_stay_apart(micro_batches: int) -> None:
     steps = decodes(5, 12, fewest=6, step_tokens=4, micro_batches=micro_batches)[-4:]
     assert [sorted(rows) for rows, _ in steps] == [[0, 1, 2, 3, 4]] * 4

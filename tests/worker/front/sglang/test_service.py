@@ -143,7 +143,7 @@ async def test_a_request_is_aborted_by_its_id(stub: Any) -> None:
     assert not (await stub.Abort(sglang_scheduler_pb2.AbortRequest(request_id="s8"))).success
 
 
-async def test_it_describes_itself(stub: Any) -> None:
+async def test_a_worker_describes_itself(stub: Any) -> None:
     assert (await stub.HealthCheck(sglang_scheduler_pb2.HealthCheckRequest())).healthy
     info = await stub.GetModelInfo(sglang_scheduler_pb2.GetModelInfoRequest())
     assert info.is_generation

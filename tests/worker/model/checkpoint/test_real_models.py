@@ -55,7 +55,7 @@ def oracle(smollm2: Path) -> Any:
     return model.eval()
 
 
-def test_its_tokens_equal_transformers(smollm2: Path) -> None:
+def test_tokens_of_smollm2_equal_transformers(smollm2: Path) -> None:
     import transformers
 
     theirs = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
@@ -67,7 +67,7 @@ def test_its_tokens_equal_transformers(smollm2: Path) -> None:
 
 
 @pytest.mark.parametrize(("stored_weights", "limit"), [("keep", 0.03), ("widen", 1e-4)])
-def test_its_logits_and_its_answer_equal_transformers(
+def test_logits_and_the_answer_of_smollm2_equal_transformers(
     smollm2: Path, oracle: Any, make_runner: Any, make_driver: Any, stored_weights: str, limit: float
 ) -> None:
     tokens = load_tokenizer(smollm2).tokenizer.encode(TEXT).ids

@@ -67,7 +67,7 @@ def chosen(group: ThreadGroup, name: str = "auto", timer: Any = lambda call: 1.0
     return table
 
 
-def test_it_is_taken_for_the_sizes_where_it_is_quickest_and_counted() -> None:
+def test_a_normed_sum_is_taken_for_sizes_where_it_wins_and_counted() -> None:
     def work(group: ThreadGroup) -> tuple[str, dict[str, int], list[bool]]:
         # Sizes in order, apart and in one of each: quicker up to 16 KiB, and as quick above.
         seconds = iter(

@@ -125,7 +125,7 @@ def test_a_missing_tensor_of_blocks_is_named(published, tmp_path):
         load(path)
 
 
-def test_they_move_between_ranks_where_they_are_multiplied_as_stored(published, monkeypatch):
+def test_experts_multiplied_as_stored_move_between_ranks(published, monkeypatch):
     path, theirs = published
     moves = [ExpertMove(0, 0, 3), ExpertMove(0, 3, 0), ExpertMove(0, 7, 2), ExpertMove(1, 3, 5)]
 

@@ -35,7 +35,9 @@ def asked() -> list[Request]:
 
 
 @pytest.mark.parametrize("name", ["glm4-moe", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
-def test_it_says_what_a_plain_computation_says_and_changes_no_token(tiny_model: Any, tmp_path: Path, name: str) -> None:
+def test_a_head_drafts_as_a_plain_computation_does_and_changes_no_token(
+    tiny_model: Any, tmp_path: Path, name: str
+) -> None:
     tiny = tiny_model(name)
     path, extra = with_head(tiny, tmp_path / "model")
     plain = build_runner(options(path))

@@ -23,7 +23,7 @@ def at_once(monkeypatch) -> None:
     monkeypatch.setattr("sapwood_net.http2.server.connection.FrameRates", partial(FrameRates, lambda: 0.0))
 
 
-async def test_so_many_at_once_so_many_a_second_and_what_was_earned_beside() -> None:
+async def test_frames_are_bounded_at_once_and_a_second_and_earned_ones_come_on_top() -> None:
     now = 100.0
     rates = FrameRates(lambda: now)
     rule = RULES[frame_rates.PING]

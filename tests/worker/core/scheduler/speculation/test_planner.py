@@ -71,7 +71,7 @@ def test_tokens_a_second_are_at_least_99_of_100_without_drafts(
 
 @FEW
 @given(few_rows, chances, costs(), settings_of)
-def test_they_are_within_5_of_100_of_the_best_fixed_length(
+def test_tokens_a_second_are_within_5_of_100_of_the_best_fixed_length(
     rows: int, right: float, cost: Any, given_: dict[str, Any]
 ) -> None:
     check_best(rows, right, cost, **given_)
@@ -81,7 +81,9 @@ def test_they_are_within_5_of_100_of_the_best_fixed_length(
 @pytest.mark.timeout(600)
 @MANY
 @given(rows_of, chances, costs(), settings_of)
-def test_they_are_at_more_requests(rows: int, right: float, cost: Any, given_: dict[str, Any]) -> None:
+def test_more_requests_are_within_5_of_100_of_the_best_fixed_length(
+    rows: int, right: float, cost: Any, given_: dict[str, Any]
+) -> None:
     check_loss(rows, lambda row, place: right, cost, **given_)
 
 
@@ -89,7 +91,7 @@ def test_they_are_at_more_requests(rows: int, right: float, cost: Any, given_: d
 @pytest.mark.timeout(600)
 @MANY
 @given(rows_of, st.sampled_from([3, 10, 60]), st.sampled_from([3, 60, 200]), costs(), settings_of)
-def test_they_are_where_texts_can_be_foreseen_in_places(
+def test_texts_foreseen_in_places_are_near_the_best_fixed_length(
     rows: int, runs: int, gaps: int, cost: Any, given_: dict[str, Any]
 ) -> None:
     check_loss(rows, lambda row, place: float((place + 7 * row) % (runs + gaps) < runs), cost, **given_)
@@ -99,7 +101,9 @@ def test_they_are_where_texts_can_be_foreseen_in_places(
 @pytest.mark.timeout(600)
 @MANY
 @given(st.sampled_from([2, 4, 16]), st.lists(chances, min_size=16, max_size=16), costs(), settings_of)
-def test_they_are_where_requests_differ(rows: int, right: list[float], cost: Any, given_: dict[str, Any]) -> None:
+def test_requests_that_differ_are_near_the_best_fixed_length(
+    rows: int, right: list[float], cost: Any, given_: dict[str, Any]
+) -> None:
     check_loss(rows, lambda row, place: right[row], cost, **given_)
 
 
@@ -107,7 +111,7 @@ def test_they_are_where_requests_differ(rows: int, right: list[float], cost: Any
 @pytest.mark.timeout(600)
 @MANY
 @given(rows_of, chances, costs(), settings_of)
-def test_they_are_within_5_of_100_of_the_best_at_more_requests(
+def test_tokens_a_second_at_more_requests_are_within_5_of_100_of_the_best(
     rows: int, right: float, cost: Any, given_: dict[str, Any]
 ) -> None:
     check_best(rows, right, cost, **given_)
@@ -116,7 +120,7 @@ def test_they_are_within_5_of_100_of_the_best_at_more_requests(
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [32, 64, 256])
 @pytest.mark.parametrize(("right", "depth"), [(0.0, 0.1), (0.5, 0.02), (0.3, 0.0)])
-def test_they_are_at_many_requests(rows: int, right: float, depth: float) -> None:
+def test_tokens_a_second_at_many_requests_are_near_the_best(rows: int, right: float, depth: float) -> None:
     worker = VirtualWorker(
         rows, lambda row, place: right, lambda count: 1 + 0.5 * (count - rows) / rows, depth=depth, positions=2 * rows
     )

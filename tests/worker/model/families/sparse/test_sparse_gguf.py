@@ -205,7 +205,7 @@ def test_a_model_may_be_in_several_files(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_they_may_be_widened(quantised, name):
+def test_experts_of_a_file_may_be_widened(quantised, name):
     path, oracle = quantised(name)
     loaded = load(path, stored_weights="widen")
     assert loaded.quantization == "none"

@@ -56,7 +56,7 @@ def test_a_shared_expert_is_some_more_that_all_tokens_go_to(tokens: int):
     assert ours.router.counts.tolist() == theirs.router.counts.tolist() and int(ours.router.counts.sum()) == 2 * tokens
 
 
-def test_it_is_computed_by_itself_where_it_is_no_whole_experts_or_not_like_them():
+def test_a_shared_expert_unlike_the_others_is_computed_apart():
     ops = cuda.CudaOps(torch.device(DEVICE))
     gated = replace(CONFIG, shared=SharedExpert("shared_expert", 48, gated=True))
     for config in (gated, replace(CONFIG, shared=SharedExpert("shared_experts", 40))):
@@ -68,7 +68,7 @@ def test_it_is_computed_by_itself_where_it_is_no_whole_experts_or_not_like_them(
 
 
 @pytest.mark.parametrize("rows", [32, 64])
-def test_nor_where_only_one_matrix_of_the_others_is_rounded(rows: int):
+def test_a_shared_expert_stays_apart_where_one_matrix_of_the_others_is_rounded(rows: int):
     class Some(LinearMethods):
         def rounded(self, shape: LinearShape) -> LinearMethod | None:
             return super().rounded(shape) if (shape.rows, shape.columns.size) == (rows, 32) else None

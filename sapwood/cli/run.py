@@ -22,7 +22,9 @@ def configure(verbs: Any) -> None:
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", default="demo", metavar="MODEL", help="as of `sapwood up` [default: demo]")
+    parser.add_argument(
+        "name", nargs="?", default="demo", metavar="MODEL", help="what `sapwood up` takes [default: demo]"
+    )
     parser.add_argument("question", nargs="*", metavar="QUESTION", help="one question; several words are one")
     parser.add_argument("--system", metavar="TEXT", help="What the model reads first. [default: nothing]")
     add_request_options(parser, max_tokens=512, of_router=False)

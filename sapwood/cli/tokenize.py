@@ -21,7 +21,9 @@ def configure(verbs: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("text", metavar="TEXT", help="the text; - reads it from standard input")
-    parser.add_argument("--model", default="demo", metavar="NAME", help="As of `sapwood up`. [default: demo]")
+    parser.add_argument(
+        "--model", default="demo", metavar="NAME", help="What `sapwood up --model` takes. [default: demo]"
+    )
     parser.add_argument(
         "--no-special-tokens", action="store_true", help="Without those that the model puts around a prompt."
     )

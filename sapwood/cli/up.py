@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.local.cluster_file import add_file_flag, shown_services
 from sapwood.cli.local.gpus import share_gpus
-from sapwood.cli.local.running import Record, detach, recorded
+from sapwood.cli.local.running import Record, detach
 from sapwood.cli.terminal import Terminal, open_terminal
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
 
@@ -294,7 +294,7 @@ def run(arguments: argparse.Namespace) -> int:
         terminal = open_terminal(sys.stdout)
         name = services.worker.config.served_model_name or model_name(services.worker.config.model)
         try:
-            with recorded(name) as record:
+            with Record(name) as record:
                 return asyncio.run(_serve(services, terminal, record))
         finally:
             terminal.close()

@@ -128,7 +128,7 @@ class LyingTokenizer(FakeTokenizer):
     async def GetTokenBytes(  # noqa: N802
         self, request: tokenizer_pb2.GetTokenBytesRequest, context: Context
     ) -> tokenizer_pb2.GetTokenBytesResponse:
-        """As of a tokenizer that is too old to give its vocabulary, of no token."""
+        """The answer for a token that does not exist, from a tokenizer too old to give its vocabulary."""
         return tokenizer_pb2.GetTokenBytesResponse(tokens=[b"a"], special=[LARGEST])
 
     async def GetInfo(  # noqa: N802

@@ -84,7 +84,7 @@ def test_one_command_and_one_port_answer_openais_client(start_cluster: Any, temp
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_started_anew_and_serves_again(start_cluster: Any) -> None:
+def test_a_worker_that_dies_is_started_again_and_serves_again(start_cluster: Any) -> None:
     with (
         start_cluster("--no-router", "--served-model-name", "tiny") as cluster,
         openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", timeout=120, max_retries=0) as client,

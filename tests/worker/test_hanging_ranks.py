@@ -1,4 +1,4 @@
-"""Real workers of which a rank hangs in a step, alive: it is named by what the others show, and the model is loaded again."""
+"""A rank of a real worker hangs in a step, alive: the other ranks show which one it is, and the model is loaded again."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SPLITS = {
         ("queued own requests", [(0, "blocked"), (1, "loop")]),
     ],
 )
-def test_a_rank_that_hangs_is_named_and_the_model_is_loaded_anew(
+def test_a_rank_that_hangs_is_named_and_the_model_is_loaded_again(
     tiny_model: Any, tmp_path: Path, split: str, hangs: list[tuple[int, str]]
 ) -> None:
     path = tiny_model("llama", **SHAPE).path

@@ -55,7 +55,7 @@ async def when_serving(stub, message) -> tuple[list[int], worker_pb2.WorkerGener
                 await asyncio.sleep(0.05)
 
 
-async def test_a_killed_scheduler_ends_requests_unavailable_and_is_started_anew(start) -> None:
+async def test_a_killed_scheduler_ends_requests_unavailable_and_is_started_again(start) -> None:
     worker = start(step_ms=20)  # nobody is done before all have begun
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
@@ -101,12 +101,12 @@ async def test_a_scheduler_that_dies_again_and_again_is_waited_for_and_the_worke
         await health_is(channel, SERVING)
     worker.process.send_signal(signal.SIGTERM)
     assert worker.wait() == 0
-    pauses = re.findall(r"it has ended (\d) times in a row: it is started anew in (\d+) s", worker.log)
+    pauses = re.findall(r"it has ended (\d) times in a row: it starts again in (\d+) s", worker.log)
     assert pauses == [("3", "2")], "the first two are not waited for"
 
 
 @pytest.mark.slow
-async def test_sigterm_while_the_scheduler_starts_anew_ends_the_worker(start) -> None:
+async def test_sigterm_while_the_scheduler_starts_again_ends_the_worker(start) -> None:
     worker = start("--load-seconds", "5")  # time enough to see it load
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)

@@ -16,8 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.contract.child_seed import child_seed
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.contract.seeds import child_seed
 from sapwood_common.status import from_rpc_error
 from sapwood_testing.worker.asking import collect, load_where, rest_of
 from sapwood_testing.worker.fake_runner import continuation

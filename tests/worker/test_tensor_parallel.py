@@ -73,7 +73,7 @@ def test_processes_answer_as_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_a_rank_lost_in_the_middle_of_a_step_is_named_and_the_model_is_loaded_anew(
+def test_a_rank_lost_in_the_middle_of_a_step_is_named_and_the_model_is_loaded_again(
     tiny_model: Any, tmp_path: Path, kind: str
 ) -> None:
     """Of three requests at once each stage of a pipeline computes others."""

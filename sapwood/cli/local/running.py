@@ -14,10 +14,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
 from sapwood_common.python_process import python_command, python_environment
@@ -50,7 +50,9 @@ class Running:
 
 
 class Record:
-    """This process's record, from construction to :meth:`close`. Where it cannot be written there is none."""
+    """This process's record, from construction to :meth:`close` or to the end of a ``with`` block. Where it cannot be written
+    there is none.
+    """
 
     def __init__(self, model: str) -> None:
         self._running = Running(os.getpid(), model, "", "", time.time(), os.environ.pop(_LOG_VARIABLE, ""))
@@ -77,6 +79,12 @@ class Record:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _write(self) -> None:
         if self._file is not None:
@@ -270,13 +278,3 @@ def _folder() -> Path:
     from sapwood_common.models.model_files import sapwood_home
 
     return sapwood_home() / "run"
-
-
-@contextlib.contextmanager
-def recorded(model: str) -> Iterator[Record]:
-    """This process's record while it runs a cluster."""
-    record = Record(model)
-    try:
-        yield record
-    finally:
-        record.close()

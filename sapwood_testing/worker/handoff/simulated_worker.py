@@ -162,7 +162,7 @@ class SimulatedWorker:
         for prompt in reads._announced.values():
             pending = reads.arrivals[prompt.serial]
             assert not pending.pinned or self._world.clock() < pending.deadline, (
-                "pages are kept of which nothing is heard"
+                "pages are kept though no message names them"
             )
 
     def _take_results(self, keep: int) -> list[RequestOutput]:

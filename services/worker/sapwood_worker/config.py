@@ -127,7 +127,7 @@ class WorkerConfig(ModelSettings):
     kernels: Annotated[Kernels, NoDecode] = Field(
         Kernels(),
         description="PATH[,wait=on], on a GPU. PATH: an archive that `sapwood kernels build` has written, or a folder of "
-        "archives, of which the one for this GPU and these packages is used. Kernels in the archive need no compilation, unless "
+        "archives: the one for this GPU and these packages is used. Kernels in the archive need no compilation, unless "
         "they have changed since. wait: wait for FlashInfer's libraries before the first request, if they have to be compiled, "
         "which takes a minute or two. Otherwise Triton's kernels compute prompts until the libraries are there, and decodes "
         "until the worker starts again.",

@@ -11,7 +11,7 @@ def test_each_restart_waits_longer_and_after_too_many_there_is_none() -> None:
     assert [restarts.next_delay() for _ in range(MOST + 2)] == [0.5, 1.0, 2.0, 4.0, 8.0, None, None]
 
 
-def test_who_ran_well_for_long_begins_anew() -> None:
+def test_who_ran_well_for_long_begins_again() -> None:
     clock = Clock()
     restarts = Restarts(clock)
     for _ in range(MOST):

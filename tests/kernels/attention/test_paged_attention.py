@@ -100,7 +100,7 @@ def test_ragged_batches(name, window):
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("chunk", [1, 16, 300])
-def test_chunks_begin_anew(name, chunk):
+def test_chunks_begin_again(name, chunk):
     ours, theirs = run(*BATCHES[name], heads=4, kv_heads=2, page_size=4, window=chunk, chunked=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

@@ -94,7 +94,7 @@ def test_a_window_hides_what_lies_before_it(window: int):
 
 
 @pytest.mark.parametrize("window", [1, 20, 64])
-def test_chunks_begin_anew(window: int):
+def test_chunks_begin_again(window: int):
     check([1, 64, 65, 150], window=window, chunked=True)
 
 

@@ -120,7 +120,7 @@ def test_a_window_hides_what_lies_before_it_whose_pages_may_be_gone(window: int)
     check([1, 20, 16, 7], ONE_LEVEL, window=window, dropped_before=gone)
 
 
-def test_chunks_begin_anew_for_each_request_by_itself():
+def test_chunks_begin_again_for_each_request_by_itself():
     check([1, 20, 16, 7], ONE_LEVEL, window=150, chunked=True)  # one request is in the second chunk, three in the first
 
 

@@ -24,7 +24,7 @@ async def test_only_what_a_timer_was_started_with_last_is_called() -> None:
     assert not timer.running
 
 
-async def test_a_timer_may_be_started_anew_by_what_it_calls() -> None:
+async def test_a_timer_may_be_started_again_by_what_it_calls() -> None:
     over = asyncio.Event()
     timer = Timer()
 

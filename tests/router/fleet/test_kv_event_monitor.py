@@ -125,7 +125,7 @@ def test_a_silent_stream_is_told_from_an_old_report():
     assert not follower.agrees(publisher.load())
 
 
-def test_a_scheduler_started_anew_behind_the_same_front_holds_nothing():
+def test_a_scheduler_started_again_behind_the_same_front_holds_nothing():
     publisher, index = Publisher(3), BlockIndex(1 << 24)
     for _ in range(5):
         publisher.change()

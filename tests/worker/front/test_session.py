@@ -15,8 +15,8 @@ import grpc
 import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.contract.child_seed import child_seed
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.contract.seeds import child_seed
 from sapwood_common.errors import UnavailableError
 from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_testing.worker.fake_runner import continuation

@@ -126,7 +126,7 @@ def lose(stub: worker_pb2_grpc.WorkerStub, doing: Callable[[], object]) -> str:
     return str(lost.value.details())
 
 
-def test_losses_on_the_second_host_are_named_and_all_are_started_anew(start, follow) -> None:
+def test_losses_on_the_second_host_are_named_and_all_are_started_again(start, follow) -> None:
     port = port_of_its_own()
     node = follow(port)
     worker = start("--tensor-parallel", "2", *two_hosts(port))

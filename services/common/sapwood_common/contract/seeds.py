@@ -1,9 +1,20 @@
-"""Seeds for requests that bring none."""
+"""Seeds for requests that bring none, and for several continuations of one prompt.
+
+A router that resumes continuation i alone elsewhere asks for one continuation with the seed that :func:`child_seed` gives for i.
+"""
 
 from __future__ import annotations
 
-from sapwood_common.contract.child_seed import child_seed
+from xxhash import xxh3_64_intdigest
+
 from sapwood_common.random_bytes import random_bytes
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of continuation ``index``, of 64 bits: a pure function of both; continuation 0 has ``seed`` itself."""
+    if index == 0:
+        return seed
+    return xxh3_64_intdigest(index.to_bytes(8, "little"), seed & (1 << 64) - 1)
 
 
 class Seeds:

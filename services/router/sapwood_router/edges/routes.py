@@ -48,12 +48,12 @@ class Ask:
     """A path that takes no body.
 
     Attributes:
-        path: As of :class:`Post`.
+        path: See :class:`Post`.
         handler: Answers.
         method: The HTTP method.
         public: Whether no API key is asked for, and no page's origin.
         dialect: The format of errors; None: the format of the API that the request seems to use.
-        summary, gives: As of :class:`Post`.
+        summary, gives: See :class:`Post`.
         is_folder: Whether the route is exactly this path, with its slash at the end. Else the slash does not matter.
     """
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_common import errors
-from sapwood_common.contract.child_seed import child_seed
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.contract.seeds import child_seed
 from sapwood_worker.front.kv_event_stream import KvEventStream
 from sapwood_worker.front.metrics import EngineObserver
 from sapwood_worker.ipc.liveness import Liveness
@@ -345,7 +345,7 @@ class Engine:
             raise self._gone()
 
     def _gone(self) -> SchedulerLostError:
-        return SchedulerLostError(f"the worker's scheduler stopped: {self._lost}; it is started anew", retry_after=1.0)
+        return SchedulerLostError(f"the worker's scheduler stopped: {self._lost}; it starts again", retry_after=1.0)
 
 
 def _continued(sampling: SamplingParams, index: int) -> SamplingParams:

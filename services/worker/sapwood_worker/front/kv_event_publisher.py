@@ -67,7 +67,7 @@ class KvEventPublisher:
         block_size: Tokens in a block.
         rank: The data-parallel rank whose cache it is.
         form: The format of the events.
-        keys: As of :class:`~sapwood_worker.front.kv_event_publisher.Subscribers`.
+        keys: See :class:`~sapwood_worker.front.kv_event_publisher.Subscribers`.
 
     Attributes:
         address: ``host:port`` of the PUB socket.

@@ -321,7 +321,7 @@ class Supervisor:
         """Starts a process after the last one is wholly gone; after a pause, if processes end again and again."""
         await self.stop()
         if seconds := self._pauses.seconds:
-            logger.error("it has ended %d times in a row: it is started anew in %.0f s", self._pauses.ends, seconds)
+            logger.error("it has ended %d times in a row: it starts again in %.0f s", self._pauses.ends, seconds)
             await asyncio.sleep(seconds)
         self._process = self._make()
         self._process.start()

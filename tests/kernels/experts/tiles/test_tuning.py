@@ -79,7 +79,7 @@ def test_a_later_start_reads_what_was_found_and_measures_nothing(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", '{"plans": {"8": [16, [1], []]}, "seconds": 1}', '{"plans": 3, "seconds": 1}']
 )
-def test_a_file_that_holds_no_tiles_is_written_anew(tmp_path, text):
+def test_a_file_that_holds_no_tiles_is_written_again(tmp_path, text):
     path = tmp_path / "tiles.json"
     path.write_text(text)
     _, tuning = tuned(EXPERTS, CHOSEN, Gpu().measure, path, math.inf)

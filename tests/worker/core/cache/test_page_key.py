@@ -1,4 +1,4 @@
-"""A chain of page names continues from another's only where that was made of the same tokens and tenant; runs are told as one."""
+"""A chain of page names continues from another's only if tokens and tenant are equal; a run of events is one record."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ MUTATIONS = [
         "while (known > request.capacity or",
         "while (known > request.capacity + 1 or",
     ),
-    # Anybody who gets a row must be told to the runner.
+    # The runner must know every request that gets a row.
     Mutation(
         "core/scheduler/batch.py",
         "        request.enters = True\n",

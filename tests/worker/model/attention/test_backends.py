@@ -79,7 +79,7 @@ def test_auto_takes_the_first_that_can_and_says_why(monkeypatch):
     chosen = choose_backend("auto", "prefill", needs(torch.bfloat16, head_dim=64, sinks=True), gpu)
     assert (chosen.name, chosen.reason) == ("triton", "not flashinfer: it has no attention sinks")
     chosen = choose_backend("auto", "prefill", needs(torch.bfloat16, head_dim=64, window=5, chunked=True), gpu)
-    assert (chosen.name, chosen.reason) == ("triton", "not flashinfer: it has no chunks (attention that begins anew)")
+    assert (chosen.name, chosen.reason) == ("triton", "not flashinfer: it has no chunks (attention that begins again)")
     latent = replace(needs(torch.bfloat16, head_dim=128), latent=True)
     refused = "not flashinfer: it has no prefill of latent attention (MLA)"
     assert choose_backend("auto", "prefill", latent, gpu).reason == refused

@@ -279,7 +279,7 @@ def test_prompts_share_where_it_spares_tiles():
 
 
 def prompted(make_runner, tiny, monkeypatch, **options):
-    """The logits of prompts of which some begin alike, with two decodes, and what the step says."""
+    """The logits of prompts, some of which begin alike, with two decodes, and what the step says."""
     monkeypatch.setattr(paged, "LEAST_SPARED", 1)
     runner = make_runner(tiny.path, num_pages=160, page_size=4, max_running=8, **options)
     rng = np.random.default_rng(7)

@@ -31,7 +31,7 @@ class Origins:
         allowed: Origins, such as ``https://chat.example``; ``*`` is all.
         own_page: Whether the router has a page of its own, which then may ask, too.
         any_name: Whether it may do so under any host name. Else it may only at an IP address, ``localhost`` or an origin that
-            is ``allowed``: whoever owns a name can have his page's name point to this machine, and the browser takes the two
+            is ``allowed``: the owner of a name can make the name point to this machine, and the browser takes the two
             for one. Where keys are asked for his page has none.
         local: Whether the router is reached from its own machine alone. Nothing is then answered under other names.
     """

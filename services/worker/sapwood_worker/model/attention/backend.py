@@ -281,7 +281,7 @@ class Abilities:
         if not self.sinks and any(kind.sinks for kind in needs.kinds):
             return "it has no attention sinks"
         if not self.chunks and any(kind.chunked for kind in needs.kinds):
-            return "it has no chunks (attention that begins anew)"
+            return "it has no chunks (attention that begins again)"
         return None
 
 

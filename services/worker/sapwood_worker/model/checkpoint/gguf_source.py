@@ -98,7 +98,7 @@ def stored_name(ours: str, names: Mapping[str, str]) -> str:
 
     Args:
         ours: Its name in Hugging Face checkpoints.
-        names: As of :func:`canonical`.
+        names: See :func:`canonical`.
     """
     stem, _, kind = ours.rpartition(".")
     top = next((stored for stored, each in _TOP.items() if each == stem), None)

@@ -69,7 +69,7 @@ class Parallel:
         return split_layers(costs, self.pp.size)[self.pp.rank]
 
     def exchange(self, value: ValueT, kind: Any) -> list[ValueT]:
-        """The values of all ranks that the model is split over, in their order: stage by stage. As of :meth:`Group.exchange`."""
+        """The values of all ranks that the model is split over, in their order: stage by stage; see :meth:`Group.exchange`."""
         return [each for stage in self.pp.exchange(self.tp.exchange(value, kind), list[kind]) for each in stage]
 
     def shard(self, what: str, count: int, width: int = 1, *, copies: bool = False) -> Span:

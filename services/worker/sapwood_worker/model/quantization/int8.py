@@ -156,9 +156,9 @@ class StoredInt8(Int8Method):
     """Keeps weight and scales as they are stored; a scale of a whole projection becomes one for each of its rows.
 
     Args:
-        shape: As of :class:`Int8Method`.
-        dtype: As of :class:`Int8Method`.
-        ops: As of :class:`Int8Method`.
+        shape: See :class:`Int8Method`.
+        dtype: See :class:`Int8Method`.
+        ops: See :class:`Int8Method`.
         stored: What the checkpoint stores.
     """
 

@@ -216,7 +216,7 @@ class LinearMethods:
         It is rounded if the format that was asked for rounds heads, and rounded any of the layers.
 
         Args:
-            shape, rows: As of :meth:`table`.
+            shape, rows: See :meth:`table`.
         """
         kept = self._kept_table(shape, rows)
         if kept is None and self._quantised_head(shape, rows):

@@ -95,7 +95,7 @@ def sampled_fingerprint(path: Path) -> str:
     It reads only 64 pieces of 64 KiB of a large file, so that its time is small compared to loading.
 
     Args:
-        path: As of :func:`model_fingerprint`.
+        path: See :func:`model_fingerprint`.
     """
     state = xxhash.xxh3_128()
     files = _files(path)

@@ -91,7 +91,7 @@ def kv_scales(
 
     Args:
         stored: For each layer, the stored scales of keys and of values.
-        model: As of :func:`calibrate`, like the rest.
+        model, and the rest: see :func:`calibrate`.
     """
     found = dict(stored)
     if len(found) < config.num_layers:

@@ -189,7 +189,7 @@ def test_the_past_of_requests_is_computed_as_far_as_the_account_can_pay() -> Non
     assert planner.affords(3000)
 
 
-def test_a_batch_that_shrinks_tries_no_size_anew_that_cannot_pay() -> None:
+def test_a_batch_that_shrinks_tries_no_size_again_that_cannot_pay() -> None:
     planner, tried, lost, before, steps = Planner(256, 31), 0, 0.0, False, 0
     for rows in (each for each in range(250, 4, -1) for _ in range(4)):
         plain, host = 1.9 + 0.0165 * rows, 0.3 + 0.01 * rows  # milliseconds of a 0.6B on a GPU, and of its host

@@ -63,7 +63,7 @@ class MooncakeSource:
 
     def __call__(self, host: str) -> bytes:
         """The metadata for a reader that has reached the worker at an address. There is one engine for each address, because an
-        engine sends its own address to whoever connects."""
+        engine sends its own address to every client that connects."""
         with self._lock:
             return _PORT.pack(self._engine(host).get_rpc_port())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sapwood_common.contract.child_seed import child_seed
+from sapwood_common.contract.seeds import child_seed
 
 
 def test_seeds_of_continuations_never_change():

@@ -78,10 +78,11 @@ version: ## Set the version of the package and of the images' tags: V=0.2.0
 	sed -i "s/$$(echo $$old | sed 's/\./\\./g')/$(V)/g" $$(grep -rlF "$$old" deploy/k8s docker/*.Dockerfile docs/operations.md) && \
 	echo "$$old -> $(V)"
 
-docs: $(BIN)/.installed-dev ## Write docs/configuration.md, docs/metrics.md and the dashboards from the code again
+docs: $(BIN)/.installed-dev ## Write the pages that come from the code and the dashboards from the code again
 	$(BIN)/python docs/write_configuration.py
 	$(BIN)/python docs/write_metrics.py
 	$(BIN)/python docs/write_checkpoint_keys.py
+	$(BIN)/python docs/write_sglang_flags.py
 	$(BIN)/python deploy/observability/write_dashboards.py
 
 site: $(BIN)/.installed-dev ## Build the documentation as a site in site/; ARGS=serve shows it at http://127.0.0.1:8001

@@ -10,6 +10,7 @@ report. One policy after the other serves each workload:
 
 shared    one of 200 system prompts of 1024 tokens, by Zipf's law, and 256 tokens of one's own
 turns     conversations of five turns of 160 tokens over one of 20 system prompts of 512
+agents    sessions of 30 turns of 2624 tokens over one of 4 system prompts of 2048, with pauses of 3 s on average
 random    1024 tokens that nobody has in common
 
 Prints a line of JSON for the fleet and one for each run, then a table. Times are CPU time of the one thread, in us a request:
@@ -28,6 +29,7 @@ import random
 import sys
 from pathlib import Path
 
+from fleet_sim.adapters import WAYS, Adapters, simulate
 from fleet_sim.fleet import Fleet, Size
 from fleet_sim.worker import Speed
 from fleet_sim.workloads import WORKLOADS
@@ -105,9 +107,21 @@ def main() -> None:
     parser.add_argument("--block-index-bytes", type=int, help="as the router's flag; room for all pages unless given")
     parser.add_argument("--policies", nargs="+", choices=policy_names(), default=list(policy_names()))
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument(
+        "--loras",
+        action="store_true",
+        help="instead: 500 adapters asked for by Zipf's law over 50 workers of 32 slots, placed as the router places them and in "
+        "two simpler ways",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="file for the lines of JSON, too")
     args = parser.parse_args()
+    if args.loras:
+        about = {"commit": measured_commit(), "device": cpu_name()}
+        for way in WAYS:
+            for warm in (30_000, 0):
+                show({"what": "adapters", "warm": warm} | simulate(Adapters(), way, 60_000, warm, args.seed) | about)
+        return
     rows = asyncio.run(measure(args))
     if args.out is not None:
         args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -15,6 +15,7 @@ Prints one JSON object a line, times in ms. A "short" prompt has up to 256 token
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import json
 import random
@@ -213,6 +214,7 @@ def closed_loop(device: str, clients: int, count: int, longest: int, tenants: in
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for prompts in (1, 4):
         long("CPU", prompts, 8000, 0.3)
     for tenants in (3, 1):

@@ -45,14 +45,16 @@ RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/sapwood /opt/sapwood
+RUN mkdir /store && chown 10001:10001 /store
 ENV PATH=/opt/sapwood/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1 \
-    SAPWOOD_ROUTER_HOST=0.0.0.0 SAPWOOD_ROUTER_LOG_FORMAT=json
+    SAPWOOD_ROUTER_HOST=0.0.0.0 SAPWOOD_ROUTER_LOG_FORMAT=json \
+    SAPWOOD_ROUTER_STORE=memory
 USER 10001:10001
 EXPOSE 50051 8000 9150
 STOPSIGNAL SIGTERM
 # Healthy once it can answer: it has reached the tokenizer and a worker.
 HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
-    CMD ["sh", "-c", "exec python -m sapwood_common.serving.probe 127.0.0.1:${SAPWOOD_ROUTER_HEALTH_PORT:-50051}"]
+    CMD ["sh", "-c", "port=${SAPWOOD_ROUTER_HEALTH_PORT:-50051}; exec python -m sapwood_common.serving.probe 127.0.0.1:${port%%,*}"]
 ENTRYPOINT ["python", "-m", "sapwood_router"]
 ARG PYTHON_IMAGE
 ARG VERSION=0.2.0

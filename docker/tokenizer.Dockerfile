@@ -49,7 +49,7 @@ USER 10001:10001
 EXPOSE 50052 9152
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
-    CMD ["sh", "-c", "exec python -m sapwood_common.serving.probe 127.0.0.1:${SAPWOOD_TOKENIZER_HEALTH_PORT:-50052}"]
+    CMD ["sh", "-c", "port=${SAPWOOD_TOKENIZER_HEALTH_PORT:-50052}; exec python -m sapwood_common.serving.probe 127.0.0.1:${port%%,*}"]
 ENTRYPOINT ["python", "-m", "sapwood_tokenizer"]
 ARG PYTHON_IMAGE
 ARG VERSION=0.2.0

@@ -103,7 +103,7 @@ USER 10001:10001
 EXPOSE 50061 9161
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=15s --start-period=300s --retries=3 \
-    CMD ["sh", "-c", "exec python -m sapwood_common.serving.probe 127.0.0.1:${SAPWOOD_WORKER_HEALTH_PORT:-50061}"]
+    CMD ["sh", "-c", "port=${SAPWOOD_WORKER_HEALTH_PORT:-50061}; exec python -m sapwood_common.serving.probe 127.0.0.1:${port%%,*}"]
 ENTRYPOINT ["python", "-m", "sapwood_worker"]
 ARG VARIANT
 ARG VERSION=0.2.0

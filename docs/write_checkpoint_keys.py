@@ -42,13 +42,17 @@ _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "glm4_moe": {"head_dim": 128},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention"]},
+    "glm4v_moe_text": {"head_dim": 128},
 }
 
 
 def _read_by(family: ModelFamily) -> list[str]:
     """What a family looks up in the configuration that transformers writes by default."""
     served = set(family.architectures)
-    kind = next(kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in served and kind in _kinds())
+    kinds = _kinds()
+    of_texts = (kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in served and kind in kinds)
+    kind = next(of_texts, family.name)  # the text part of a wrapped model has its own name alone
     settings = Settings(CONFIG_MAPPING[kind](**_NEEDED.get(kind, {})).to_dict())
     family.from_hf(HfValues(family.name, settings, settings.over(family.defaults)))
     return sorted(settings.reads.names)
@@ -56,6 +60,7 @@ def _read_by(family: ModelFamily) -> list[str]:
 
 def _kinds() -> set[str]:
     foreign = {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe", "gemma3", "llama4"}
+    foreign |= {"qwen3_5", "qwen3_5_moe"}  # wrappers
     return set(CONFIG_MAPPING) - foreign
 
 

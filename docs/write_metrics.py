@@ -21,12 +21,14 @@ from sapwood_router.fleet.connection import SilenceLimit
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.routing.index.blocks import BlockIndex
+from sapwood_testing.worker.no_loras import no_loras
 from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.ipc.liveness import Liveness
 from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import SumChoices
+from sapwood_worker.records.pictures import PictureUse
 
 TARGET = Path(__file__).resolve().parent / "metrics.md"
 
@@ -60,11 +62,13 @@ def render() -> str:
     router_metrics.watch_index(BlockIndex(0))
     router_metrics.watch_sessions(lambda: 0)
     router_metrics.watch_lag(LoopLag(), SilenceLimit(1.0, LoopLag()), registry)
-    add_metrics(tokenizer, dict, lambda: 0, dict)
+    add_metrics(tokenizer, dict, lambda: 0, dict, dict, dict)
     worker_metrics = WorkerMetrics(worker)
     worker_metrics.watch(Load)
+    worker_metrics.watch_loras(no_loras())
     worker_metrics.watch_experts(ExpertLoad, int)
     worker_metrics.watch_sums(dict, SumChoices)
+    worker_metrics.watch_pictures(PictureUse)
     worker_metrics.watch_liveness(Liveness())
     sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]
     return "\n".join([HEAD, *(f"## {name}\n\n{table(metrics.specs)}" for name, metrics in sections)])

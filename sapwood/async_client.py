@@ -13,6 +13,7 @@ from sapwood.embedding import Embeddings, EmbedOptions, build_embed_request, to_
 from sapwood.errors import from_rpc_error
 from sapwood.generation import Answer, Delta, Model, Options, WorkerStatus, answer_of, to_delta, to_models, to_workers
 from sapwood.request import build_request
+from sapwood.scoring import Continuation, ScoreOptions, Scores, build_score_request, to_scores
 from sapwood.v1 import router_pb2, router_pb2_grpc
 
 
@@ -108,6 +109,20 @@ class AsyncClient(Calls):
         request = build_classify_request(inputs, options)
         with sapwood_errors():
             return to_classifications(await self._stub.Classify(request, **self._settings()))
+
+    async def score(
+        self,
+        continuations: Iterable[str | Sequence[int] | Continuation],
+        text: str | None = None,
+        *,
+        messages: Iterable[Mapping[str, Any]] | None = None,
+        token_ids: Iterable[int] | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Scores:
+        """How likely continuations are; takes and raises what :meth:`sapwood.client.Client.score` does."""
+        request = build_score_request(continuations, text, messages, token_ids, options)
+        with sapwood_errors():
+            return to_scores(await self._stub.Score(request, **self._settings()))
 
     async def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""

@@ -26,15 +26,27 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 """Options of the channel to the router."""
 
 
+_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "xds:")
+"""How gRPC's other names for servers begin."""
+
+
 def router_address(address: str | None) -> str:
     """``address``, or the one in SAPWOOD_ROUTER, or :data:`DEFAULT_ADDRESS`.
 
     Raises:
-        ValueError: It is the URL of an HTTP port.
+        TypeError: It is no text.
+        ValueError: It is the URL of an HTTP port, or its port is no number of a port.
     """
+    if address is not None and not isinstance(address, str):
+        raise TypeError(f"address: {address!r:.60} is no text; this takes the router's gRPC address, HOST:PORT")
     found = address or os.environ.get("SAPWOOD_ROUTER") or DEFAULT_ADDRESS
     if found.startswith(("http://", "https://")):
         raise ValueError(f"address: {found} is a URL; this takes the router's gRPC address, HOST:PORT")
+    host, colon, port = found.rpartition(":")
+    if not ("://" in found or found.startswith(_SCHEMES)) and (
+        not (colon and host) or not (port.isdecimal() and 0 < int(port) < 65536)
+    ):
+        raise ValueError(f"address: {found!r:.80} is not HOST:PORT, such as {DEFAULT_ADDRESS}")
     return found
 
 

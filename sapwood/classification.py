@@ -46,6 +46,10 @@ def build_classify_request(
         ValueError: There is no such option, or a token id is beyond what its field can hold.
         TypeError: An input is neither text, nor two texts, nor token ids.
     """
+    if not isinstance(inputs, Iterable):
+        raise TypeError(
+            f"inputs: {inputs!r:.60} cannot be its value; it takes a text, or a list of texts, pairs and token ids"
+        )
     given = [inputs] if isinstance(inputs, str) else inputs
     return router_pb2.ClassifyRequest(input=map(_input, given), **options)
 

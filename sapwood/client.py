@@ -55,6 +55,7 @@ from sapwood.generation import (
     to_workers,
 )
 from sapwood.request import build_request
+from sapwood.scoring import Continuation, ScoreOptions, Scores, build_score_request, to_scores
 from sapwood.v1 import router_pb2, router_pb2_grpc
 
 __all__ = [
@@ -214,6 +215,30 @@ class Client(Calls):
         request = build_classify_request(inputs, options)
         with sapwood_errors():
             return to_classifications(self._stub.Classify(request, **self._settings()))
+
+    def score(
+        self,
+        continuations: Iterable[str | Sequence[int] | Continuation],
+        text: str | None = None,
+        *,
+        messages: Iterable[Mapping[str, Any]] | None = None,
+        token_ids: Iterable[int] | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Scores:
+        """How likely continuations of a prompt are. What several of them begin with is computed once.
+
+        Args:
+            continuations: Texts, token ids, or trees of them.
+            text, messages, token_ids: The prompt, as for :meth:`generate`.
+            options: The fields of :class:`~sapwood.scoring.ScoreOptions`.
+
+        Raises:
+            ValueError, TypeError: An argument is wrong.
+            SapwoodError: The router refused, or it failed.
+        """
+        request = build_score_request(continuations, text, messages, token_ids, options)
+        with sapwood_errors():
+            return to_scores(self._stub.Score(request, **self._settings()))
 
     def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""

@@ -54,6 +54,10 @@ def build_embed_request(
     given: dict[str, Any] = dict(options)
     if (pooling := given.pop("pooling", None)) is not None and pooling not in _POOLING:
         raise ValueError(f"pooling is one of {', '.join(_POOLING)}, not {pooling!r}")
+    if not isinstance(inputs, Iterable):
+        raise TypeError(
+            f"inputs: {inputs!r:.60} cannot be its value; it takes a text, or a list of texts and token ids"
+        )
     return router_pb2.RouterEmbedRequest(
         input=[_input(item) for item in ([inputs] if isinstance(inputs, str) else inputs)],
         pooling=None if pooling is None else _POOLING[pooling],

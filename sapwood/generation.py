@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
         ignore_eos: Whether generation continues past the model's own end tokens.
         stop: Text ends before the first of these; at most 16.
         skip_special_tokens: Whether special tokens are left out of the text.
+        token_healing: Whether the prompt's last tokens are taken back where a longer token could begin with their text.
         include_stop: Whether the stop string, or the end token's text, is part of the text.
         detokenize: False gives token ids and no text, without using the tokenizer. Not with ``stop`` or ``tools``.
         request_id: 1 to 128 plain characters by which logs and answers name the request.
@@ -43,6 +44,7 @@ class Options(TypedDict, total=False):
         n: The number of continuations of the prompt; each delta has the ``index`` of its continuation.
         logprobs: Each token comes with its log probability and this many alternatives; 0 to 20.
         prompt_logprobs: The same for the prompt's tokens.
+        prompt_logprobs_start: The place of the prompt's token after which these begin; what is before may come from the cache.
         allowed_token_ids: The only tokens that are generated.
         bad_words: Words that the answer does not hold.
         bad_words_ids: The same as sequences of token ids.
@@ -81,6 +83,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop: str | Sequence[str]
     skip_special_tokens: bool
+    token_healing: bool
     include_stop: bool
     detokenize: bool
     request_id: str
@@ -92,6 +95,7 @@ class Options(TypedDict, total=False):
     n: int
     logprobs: int
     prompt_logprobs: int
+    prompt_logprobs_start: int
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]
     bad_words_ids: Sequence[Sequence[int]]
@@ -173,7 +177,8 @@ class Delta:
         tool_calls: More of the calls.
         index: The number of the continuation, of ``n``; each has its own last delta.
         logprobs: One for each of ``token_ids``, if asked for.
-        prompt_logprobs: On the first piece of index 0, if asked for: one for each token of the prompt but its first.
+        prompt_logprobs: On the first piece of index 0, if asked for: one for each token of the prompt after
+            ``prompt_logprobs_start``.
     """
 
     text: str
@@ -201,7 +206,7 @@ class Answer:
         usage: None where the answer was cut off.
         stop_match: The stop string that ended the text.
         logprobs: One for each token, where asked for.
-        prompt_logprobs: One for each token of the prompt but its first, where asked for.
+        prompt_logprobs: One for each token of the prompt after ``prompt_logprobs_start``, where asked for.
     """
 
     text: str

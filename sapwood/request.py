@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from sapwood.generation import Options
@@ -41,7 +43,10 @@ def build_request(
     unknown = next((name for name in options if name not in Options.__annotations__), None)
     if unknown is not None:
         similar = difflib.get_close_matches(unknown, Options.__annotations__, n=1)
-        raise ValueError(f"there is no option {unknown!r}" + (f"; {similar[0]}?" if similar else ""))
+        raise ValueError(
+            f"there is no option {unknown!r}"
+            + (f"; {similar[0]}?" if similar else "; help(sapwood.generation.Options) lists them")
+        )
     if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
         raise ValueError("give exactly one of text, messages and token_ids")
     stop, choice = options.get("stop", ()), options.get("tool_choice")
@@ -49,7 +54,9 @@ def build_request(
     if choice is not None and choice not in _CHOICES:
         raise ValueError(f"tool_choice is one of {', '.join(_CHOICES)}, not {choice!r}")
     if text is not None and not isinstance(text, str):
-        raise TypeError(f"text: {text!r:.40} is no text")
+        raise TypeError(
+            f"text: {text!r:.40} is no text; messages= takes a conversation, token_ids= a list of token ids"
+        )
     request = _made(
         router_pb2.RouterGenerateRequest,
         request_id=options.get("request_id", ""),
@@ -59,7 +66,7 @@ def build_request(
         skip_special_tokens=options.get("skip_special_tokens"),
         include_stop=options.get("include_stop", False),
         detokenize=options.get("detokenize"),
-        tools="" if tools is None else json.dumps(list(tools), ensure_ascii=False),
+        tools="" if tools is None else json.dumps(_list("tools", tools), ensure_ascii=False),
         tool_choice=None if choice is None else _CHOICES[choice],
         tool_choice_function=options.get("tool_choice_function", ""),
         parallel_tool_calls=options.get("parallel_tool_calls"),
@@ -69,6 +76,7 @@ def build_request(
         continue_final_message=options.get("continue_final_message", False),
         truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
         truncate_right=options.get("truncate_right", False),
+        token_healing=options.get("token_healing", False),
         session=options.get("session", ""),
         add_special_tokens=options.get("add_special_tokens"),
         suffix=options.get("suffix", ""),
@@ -78,7 +86,9 @@ def build_request(
     if text is not None:
         request.text = text
     elif messages is not None:
-        request.messages.CopyFrom(router_pb2.ChatMessages(messages=[_message(turn) for turn in messages]))
+        request.messages.CopyFrom(
+            router_pb2.ChatMessages(messages=[_message(turn) for turn in _list("messages", messages)])
+        )
     else:
         request.tokens.CopyFrom(_made(common_pb2.TokenIds, "token_ids", ids=token_ids))
     return request
@@ -93,8 +103,37 @@ def _made(cls: type[MessageT], option: str | None = None, /, **given: Any) -> Me
             try:
                 cls(**{name: value})
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{option or name}: {value!r:.60} cannot be its value: {error}") from None
+                kind = _kind(cls.DESCRIPTOR.fields_by_name[name])
+                raise type(error)(f"{option or name}: {value!r:.60} cannot be its value; it takes {kind}") from None
         raise
+
+
+def _kind(field: Any) -> str:
+    """What a field (a ``FieldDescriptor`` of either implementation of protobuf) takes, in words."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        keys, values = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+        return f"a dictionary from {_kind(keys)} to {_kind(values)}"
+    found = _KINDS.get(field.cpp_type, "something else")
+    return f"a list, each item {found}" if field.is_repeated else found
+
+
+_KINDS = {
+    FieldDescriptor.CPPTYPE_INT32: "an integer",
+    FieldDescriptor.CPPTYPE_INT64: "an integer",
+    FieldDescriptor.CPPTYPE_UINT32: "an integer from 0 to 2^32 - 1",
+    FieldDescriptor.CPPTYPE_UINT64: "an integer from 0 to 2^64 - 1",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_STRING: "a text",
+}
+
+
+def _list(option: str, value: Any) -> list[Any]:
+    """A list of an option's items. Raises TypeError that names the option."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(f"{option}: {value!r:.60} cannot be its value; it takes a list")
+    return list(value)
 
 
 def _sampling(options: Options) -> common_pb2.SamplingParams:
@@ -139,14 +178,41 @@ def _message(turn: Mapping[str, Any]) -> common_pb2.ChatMessage:
         raise TypeError(f"messages are mappings with role and content; {turn!r:.40} is none")
     if "role" not in turn:
         raise ValueError("a message has no role")
+    content, items = turn.get("content"), []
+    if content is not None and not isinstance(content, str):
+        items = [_part(part) for part in content]
+        content = "\n".join(item.text for item in items if item.HasField("text"))
+    pictured = any(item.HasField("picture") for item in items)
     return common_pb2.ChatMessage(
         role=turn["role"],
-        content=turn.get("content"),
+        content=content,
+        parts=[item.text for item in items if item.HasField("text")] if len(items) > 1 else (),
+        items=items if pictured else (),
         name=turn.get("name"),
         tool_calls=[_call(call) for call in turn.get("tool_calls") or ()],
         tool_call_id=turn.get("tool_call_id"),
         reasoning=turn.get("reasoning"),
     )
+
+
+def _part(part: Mapping[str, Any]) -> common_pb2.ContentPart:
+    """A part of content: in OpenAI's form, or ``{"type": "image", "image": ...}`` with a file's bytes, its path, or a URL; videos
+    likewise."""
+    kind = part.get("type")
+    if kind == "text":
+        return common_pb2.ContentPart(text=part["text"])
+    if kind in ("image_url", "video_url"):
+        given = part[kind]
+        url, detail = (given, "") if isinstance(given, str) else (given["url"], given.get("detail") or "")
+        video = kind == "video_url"
+        return common_pb2.ContentPart(picture=common_pb2.PictureSource(url=url, detail=detail, video=video))
+    if kind in ("image", "video"):
+        image, video = part[kind], kind == "video"
+        if isinstance(image, str) and image.partition(":")[0] in ("data", "http", "https"):
+            return common_pb2.ContentPart(picture=common_pb2.PictureSource(url=image, video=video))
+        data = image if isinstance(image, bytes) else Path(image).read_bytes()
+        return common_pb2.ContentPart(picture=common_pb2.PictureSource(data=data, video=video))
+    raise ValueError(f"content of type {kind!r:.40}: parts are text, image_url, video_url, image and video")
 
 
 def _call(call: Mapping[str, Any]) -> common_pb2.ToolCall:

@@ -39,6 +39,7 @@ WORKLOADS = {
     for workload in (
         Workload("shared", systems=200, system=1024, user=256, answer=32),
         Workload("turns", systems=20, system=512, user=160, answer=32, turns=5, think=0.1),
+        Workload("agents", systems=4, system=2048, user=2560, answer=64, turns=30, think=3.0),
         Workload("random", systems=0, system=0, user=1024, answer=32),
     )
 }

@@ -85,7 +85,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="Stages, each of so many GPUs (default: 1).")
     parser.add_argument(
-        "--lanes",
+        "--micro-batches",
         choices=("auto", "always", "off"),
         default="auto",
         help="Whether stages compute several steps at once (default: where a trial says that it pays).",

@@ -151,6 +151,27 @@ DASHBOARDS: dict[str, list[Panel]] = {
         ),
         Panel("CPU", "percentunit", {"{{job}} {{instance}}": "rate(process_cpu_seconds_total[$__rate_interval])"}),
     ],
+    "pictures": [
+        Panel("Pictures and videos prepared", "ops", rate("sapwood_tokenizer_pictures_total", "outcome")),
+        Panel(
+            "Seconds of fetching and decoding, a second", "s", rate("sapwood_tokenizer_picture_seconds_total", "stage")
+        ),
+        Panel("Pictures that steps needed", "ops", rate("sapwood_worker_pictures_total", "outcome")),
+        Panel(
+            "Share of pictures whose encoding was kept",
+            "percentunit",
+            {
+                "share": '1 - sum(rate(sapwood_worker_pictures_total{outcome="encoded"}[$__rate_interval])) / '
+                "sum(rate(sapwood_worker_pictures_total[$__rate_interval]))"
+            },
+        ),
+        Panel(
+            "Tokens of pictures that a second of the tower encodes",
+            "short",
+            {"tokens": share("sapwood_worker_picture_tokens_total", "sapwood_worker_picture_seconds_total")},
+        ),
+        Panel("Encodings that are kept", "bytes", {"{{instance}} {{tier}}": "sapwood_worker_picture_bytes"}),
+    ],
     "cache": [
         Panel(
             "Share of prompt tokens found cached",

@@ -65,6 +65,9 @@ TILES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
 (``benchmarks/gpu/bench_few_rows.py``), which computes all other weights. These are those of an 8B of Llama's shape, but for its
 queries, keys and values, where cuBLAS is as fast, those of a fourth of a 70B, and, on an H100 and behind a norm, Qwen3-30B-A3B's
 output projection (9.9 us with the norm, cuBLAS 11.1) and DeepSeek-V2-Lite's two projections (8.7 for 9.3, 7.0 for 7.7)."""
+_GATED = {(28672, 4096), (14336, 8192)}
+"""Weights whose tiles are for a gate. Without it, as with an adapter, a tile has twice the rows, so that programs are as many:
+twice as many no longer fit on the chip at once."""
 _AHEAD = 512
 """Columns of a tile's weights that come to the L2 cache while the kernel ahead runs, at most."""
 
@@ -156,6 +159,8 @@ def _product(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     tile = next(tile for most, tile in tiles if len(x) <= most)
+    if gate is None and weight.shape in _GATED:
+        tile = tile._replace(rows=2 * tile.rows)
     return product(x, weight, ended, tile, gate=gate, add_to=add_to, dtype=dtype)
 
 

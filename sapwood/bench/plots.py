@@ -13,6 +13,11 @@ from sapwood.bench.targets.record import Record
 
 _POINTS = 200
 _MOST_DOTS = 2000
+_LETTERS_A_LINE = 190
+"""Letters in a line of the loads' names."""
+_MOST_LINEAR = 8
+"""How many times the least load the most one may be before the axis counts doublings."""
+_LONGEST_TITLE = 120
 
 
 def write_png(result: Result, path: Path) -> None:
@@ -39,19 +44,30 @@ def _draw(result: Result) -> Any:
     with mpl.rc_context({"font.size": 9}):
         sweep = len(result.levels) > 1
         rows = 3 if sweep else 2
-        figure = Figure(figsize=(13, 3.6 * rows))
+        longest = max(len(str(found.level)) for found in result.levels)
+        in_line = max(1, min(len(result.levels), int(_LETTERS_A_LINE / (longest + 9))))
+        names = -(-len(result.levels) // in_line) * 0.22 if sweep else 0.0  # inches that the loads' names take
+        height = 3.6 * rows + names
+        figure = Figure(figsize=(13, height))
         # By hand: what lays figures out by itself draws them several times.
-        figure.subplots_adjust(left=0.05, right=0.98, bottom=0.16 / rows, top=1 - 0.22 / rows, wspace=0.32, hspace=0.36)
+        figure.subplots_adjust(
+            left=0.06, right=0.98, bottom=(0.58 + names) / height, top=1 - 0.8 / height, wspace=0.44, hspace=0.42
+        )
         axes = figure.subplots(rows, 3, squeeze=False)
         if sweep:
             _draw_sweep(result, axes[0])
         _draw_distributions(result, axes[-2])
         _draw_time(result, axes[-1])
-        figure.suptitle(f"{result.model} at {result.plan.where}")
+        figure.suptitle(_cut(f"{result.model} at {result.plan.where}"))
+        if sweep:  # one list of names for all: within a picture it would hide what is drawn
+            handles, labels = axes[-1][0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="lower center", ncols=in_line, fontsize=8, frameon=False)
     return figure
 
 
 def _draw_sweep(result: Result, axes: Any) -> None:
+    from matplotlib.ticker import EngFormatter
+
     values = [found.level.value for found in result.levels]
     name = {
         "concurrency": "requests at a time",
@@ -62,16 +78,18 @@ def _draw_sweep(result: Result, axes: Any) -> None:
     axes[0].plot(values, rates, marker="o", label="output tokens/s")
     axes[0].set_title("Throughput")
     axes[0].set_ylabel("output tokens/s")
+    axes[0].yaxis.set_major_formatter(EngFormatter(sep=" "))
     others = axes[0].twinx()
     requests = [found.measures.rate(found.measures.succeeded) for found in result.levels]
     others.plot(values, requests, marker="s", linestyle="--", color="tab:orange", label="requests/s")
     others.set_ylabel("requests/s")
     others.set_ylim(bottom=0)
+    others.yaxis.set_major_formatter(EngFormatter(sep=" "))
     if result.plan.slo is not None:
         good = [found.measures.rate(found.measures.good or 0) for found in result.levels]
         others.plot(values, good, marker="^", linestyle=":", color="tab:green", label="goodput, requests/s")
     lines = [*axes[0].get_lines(), *others.get_lines()]
-    axes[0].legend(lines, [line.get_label() for line in lines], fontsize=8)
+    _above(axes[0], lines)
     of: Callable[[LevelResult], Spread | None]
     for axis, title, of in (
         (axes[1], "Time to first token", lambda found: found.measures.ttft),
@@ -83,11 +101,41 @@ def _draw_sweep(result: Result, axes: Any) -> None:
             axis.plot([value for value, _ in spreads], heights, marker="o", label=label)
         axis.set_title(title)
         axis.set_ylabel("ms")
-        axis.legend(fontsize=8)
+        _above(axis, axis.get_lines())
     for axis in axes:
         axis.set_xlabel(name)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
+        _mark(axis, values)
+
+
+def _above(axis: Any, lines: Any) -> None:
+    """Names the lines under the title, above all that is drawn."""
+    axis.set_title(axis.get_title(), pad=20)
+    names = [line.get_label() for line in lines]
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.985), "ncols": len(names)}
+    axis.legend(lines, names, fontsize=8, frameon=False, columnspacing=1.0, handlelength=1.6, **place)
+
+
+def _mark(axis: Any, values: list[float]) -> None:
+    """Marks the loads that were measured; loads that double are as far from each other as these."""
+    least, most = min(values), max(values)
+    spread = least > 0 and most / least > _MOST_LINEAR
+    if spread:
+        axis.set_xscale("log", base=2)
+    shown: list[float] = []
+    for value in sorted(set(values)):
+        far = not shown or (
+            value / shown[-1] > (most / least) ** 0.09 if spread else value - shown[-1] > (most - least) * 0.09
+        )
+        if far:
+            shown.append(value)
+    axis.set_xticks(shown, [f"{value:g}" for value in shown])
+    axis.minorticks_off()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_TITLE else f"{text[:_LONGEST_TITLE]}..."
 
 
 def _draw_distributions(result: Result, axes: Any) -> None:
@@ -107,8 +155,6 @@ def _draw_distributions(result: Result, axes: Any) -> None:
         axis.set_ylim(0, 1)
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
-        if axis.get_lines():
-            axis.legend(fontsize=8)
 
 
 def _draw_time(result: Result, axes: Any) -> None:
@@ -146,8 +192,6 @@ def _draw_time(result: Result, axes: Any) -> None:
         axis.set_xlabel("s")
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-        if axis.get_lines():
-            axis.legend(fontsize=8)
 
 
 def _done(found: LevelResult) -> list[Record]:

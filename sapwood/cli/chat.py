@@ -23,6 +23,7 @@ from sapwood.cli.request import (
     request_options,
     structure_options,
 )
+from sapwood.cli.terminal import harmless
 from sapwood_common.models.packaged import model_hint
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace, question: str = "") -> int:
                 if not _turn(conversation, line.strip()):
                     return 0
             except CliError as failure:
-                print(f"sapwood: {failure.message}", file=sys.stderr)
+                print(f"sapwood: {harmless(failure.message)}", file=sys.stderr)
                 if failure.exit_code == UNREACHABLE:
                     print("the conversation is kept: ask again once the router is back", file=sys.stderr)
     return 0
@@ -201,11 +202,14 @@ def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[threading.Event]:
 
 def show(delta: Delta) -> None:
     """Prints a piece of an answer; reasoning is dimmed on a terminal, and calls look like calls."""
+    on_terminal = sys.stdout.isatty()
+    told = harmless if on_terminal else str
     if delta.reasoning:
-        print(f"\033[2m{delta.reasoning}\033[0m" if sys.stdout.isatty() else delta.reasoning, end="", flush=True)
-    print(delta.text, end="", flush=True)
+        reasoning = told(delta.reasoning)
+        print(f"\033[2m{reasoning}\033[0m" if on_terminal else reasoning, end="", flush=True)
+    print(told(delta.text), end="", flush=True)
     for part in delta.tool_calls:
-        print(f"\n[{part.name}] " * bool(part.name) + part.arguments, end="", flush=True)
+        print(told(f"\n[{part.name}] " * bool(part.name) + part.arguments), end="", flush=True)
 
 
 def _turn(conversation: Conversation, line: str) -> bool:

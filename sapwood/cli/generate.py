@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sapwood.cli.errors import EXIT_CODES
+from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
 from sapwood.cli.request import (
     add_request_options,
     add_structure_options,
@@ -17,6 +18,7 @@ from sapwood.cli.request import (
     request_options,
     structure_options,
 )
+from sapwood.cli.terminal import harmless
 
 if TYPE_CHECKING:
     from sapwood.generation import Options
@@ -32,6 +34,13 @@ def configure(verbs: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("text", metavar="TEXT", help="the prompt; - reads it from standard input")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="A picture that TEXT is about, or its URL; may be given several times. TEXT is then what a user says in a chat.",
+    )
     add_request_options(parser)
     add_structure_options(parser, tools=False)
     parser.add_argument(
@@ -44,16 +53,30 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns the exit code, raises CliError."""
     text = sys.stdin.read() if arguments.text == "-" else arguments.text
     options: Options = {**request_options(arguments), **structure_options(arguments)}
+    messages = None
+    if arguments.image:
+        parts = [{"type": "image", "image": _picture(image)} for image in arguments.image]
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
     with (
         failing_plainly(arguments.address),
         open_client(arguments) as client,
-        client.generate(text, **options) as generation,
+        client.generate(None if arguments.image else text, messages=messages, **options) as generation,
     ):
         for delta in generation:
             if arguments.json:
                 print(json.dumps(dataclasses.asdict(delta)), flush=True)
             else:
-                print(delta.text, end="", flush=True)
+                print(harmless(delta.text) if sys.stdout.isatty() else delta.text, end="", flush=True)
     if not arguments.json:
         print()
     return 0
+
+
+def _picture(given: str) -> str | bytes:
+    """A file's bytes, or the URL. Raises CliError if there is no such file."""
+    if given.partition(":")[0] in ("data", "http", "https"):
+        return given
+    try:
+        return Path(given).read_bytes()
+    except OSError as error:
+        raise CliError(f"--image {given}: {error.strerror or error}", REFUSED) from None

@@ -36,6 +36,9 @@ def configure(verbs: Any) -> None:
         metavar="N",
         help="highest priority that its requests may have [default: 0]",
     )
+    parser.add_argument(
+        "--operator", action="store_true", help="may change weights, put workers to sleep and pause them over HTTP"
+    )
     parser.set_defaults(run=run)
 
 
@@ -50,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     tokens = f" tokens={arguments.tokens_per_minute}" if arguments.tokens_per_minute else ""
     weight = f" weight={arguments.weight}" if arguments.weight else ""
     priority = f" priority={arguments.priority}" if arguments.priority else ""
-    line = f"{arguments.name} {hash_key(key)}{rate}{tokens}{weight}{priority}\n"
+    operator = " operator" if arguments.operator else ""
+    line = f"{arguments.name} {hash_key(key)}{rate}{tokens}{weight}{priority}{operator}\n"
     if arguments.file is None:
         sys.stderr.write(line)
     else:

@@ -12,13 +12,30 @@ import difflib
 import os
 from importlib.metadata import version
 
-from sapwood.cli import chat, completion, docs, generate, key, model, router, run, tokenize, up
+from sapwood.cli import (
+    batch,
+    chat,
+    completion,
+    docs,
+    generate,
+    key,
+    lora,
+    model,
+    router,
+    run,
+    scaler,
+    store,
+    tokenize,
+    up,
+)
 from sapwood.cli.doctor import verb as doctor
 from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, REFUSED, CliError
+from sapwood.cli.flags_of_others import flag_of_others, reason_without
 from sapwood.cli.local import running
 from sapwood.cli.local.cluster_file import read_cluster_file
 from sapwood.cli.measure import bench, evaluate
-from sapwood.cli.workers import cache, kernels, worker
+from sapwood.cli.terminal import harmless
+from sapwood.cli.workers import cache, kernels, weights, worker
 
 
 def build_parser(verb: str = "") -> argparse.ArgumentParser:
@@ -45,6 +62,8 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
         generate,
         chat,
         tokenize,
+        batch,
+        store,
         bench,
         evaluate,
         model,
@@ -53,7 +72,10 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
         docs,
         key,
         router,
+        scaler,
         worker,
+        lora,
+        weights,
         cache,
     ):
         module.configure(verbs)
@@ -74,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = _parse(parser, words)
         exit_code: int = arguments.run(arguments)
     except CliError as failure:
-        print(f"sapwood: {failure.message}", file=sys.stderr)
+        print(f"sapwood: {harmless(failure.message)}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -109,7 +131,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
         ):
             verb = inner.choices[named]
         similar = _similar(unknown[0], [flag for action in verb._actions for flag in action.option_strings])
-        hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
+        reason = reason_without(unknown[0].partition("=")[0].lstrip("-"))
+        hint = f"; did you mean {' or '.join(similar)}?" if similar else f"; {reason}" if reason else ""
         verb.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
 
@@ -133,44 +156,15 @@ _SHORT = {
 }
 """Verbs of other programs that are two words here."""
 _INSTEAD = {
-    "run-batch": "batches are not served yet: send the lines to /v1/chat/completions, many at once",
+    "run-batch": "`sapwood batch run FILE` has a router answer it",
     "launch": "`sapwood up` starts a server",
+    "version": "`sapwood --version` prints it",
     "benchmark": "`sapwood bench` measures one",
     "create": "`sapwood up FILE.gguf` or a folder serves it as it is",
     "embed": "POST /v1/embeddings, or Client.embed in Python",
     "download": "`sapwood pull NAME` fetches a model",
 }
 """Verbs of other programs that are none here, and what to do."""
-_ELSEWHERE = {
-    "api-key": "--router-api-keys",
-    "block-size": "--worker-page-size",
-    "chunked-prefill-size": "--worker-max-step-tokens",
-    "data-parallel-size": "--workers",
-    "disable-cuda-graph": "--no-worker-cuda-graphs",
-    "disable-radix-cache": "--no-worker-prefix-cache",
-    "dp": "--workers",
-    "dp-size": "--workers",
-    "enable-dp-attention": "--worker-data-parallel-attention",
-    "enforce-eager": "--no-worker-cuda-graphs",
-    "gpu-memory-utilization": "--worker-memory-fraction",
-    "guided-decoding-backend": "--worker-structured-output",
-    "max-model-len": "--worker-context-length",
-    "max-num-batched-tokens": "--worker-max-step-tokens",
-    "max-num-seqs": "--worker-max-running",
-    "max-running-requests": "--worker-max-running",
-    "mem-fraction-static": "--worker-memory-fraction",
-    "model-path": "--model",
-    "no-enable-prefix-caching": "--no-worker-prefix-cache",
-    "pipeline-parallel-size": "--worker-pipeline-parallel",
-    "pp": "--worker-pipeline-parallel",
-    "pp-size": "--worker-pipeline-parallel",
-    "seed": "--random-seed",
-    "tensor-parallel-size": "--tensor-parallel",
-    "tool-call-parser": "--tokenizer-tool-parser",
-    "tp": "--tensor-parallel",
-    "tp-size": "--tensor-parallel",
-}
-"""Sapwood's names for flags of `vllm serve` and SGLang's server."""
 
 
 def _similar(word: str, flags: list[str]) -> list[str]:
@@ -180,8 +174,8 @@ def _similar(word: str, flags: list[str]) -> list[str]:
         return []
     if name == "--address" and "--worker" in flags:
         return ["--worker"]
-    if (known := _ELSEWHERE.get(name.lstrip("-"))) in flags:
-        return [known]
+    if known := [flag for flag in flag_of_others(name.lstrip("-")) if flag in flags]:
+        return known
     of_services = [f"--{service}{name[1:]}" for service in ("router", "tokenizer", "worker")]
     return [flag for flag in flags if flag in of_services] or difflib.get_close_matches(name, flags, n=1, cutoff=0.8)
 

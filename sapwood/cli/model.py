@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.derived import drafter, quantize
 from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, CliError
-from sapwood.cli.terminal import open_terminal
+from sapwood.cli.terminal import one_line, open_terminal
 
 if TYPE_CHECKING:  # at run time only what needs it imports it
     from sapwood_common.models.model_files import PinnedModel
@@ -94,6 +94,7 @@ def run_list(arguments: argparse.Namespace) -> int:
         from sapwood_common.models.hub import cached_models
 
         rows += [(model.name, model.revision, model.size) for model in cached_models()]
+    rows = [(one_line(name), one_line(revision), size) for name, revision, size in rows]
     longest_name = max((len(name) for name, _, _ in rows), default=0)
     longest_revision = max((len(revision) for _, revision, _ in rows), default=0)
     for name, revision, size in rows:
@@ -117,7 +118,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         raise CliError(str(error)) from None
     width = max(map(len, facts))
     for name, value in facts.items():
-        print(f"{name:<{width}}  {value}")
+        print(f"{name:<{width}}  {one_line(value)}")
     return 0
 
 

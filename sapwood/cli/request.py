@@ -158,7 +158,7 @@ def open_client(arguments: argparse.Namespace) -> Client:
     try:
         return Client(arguments.address, timeout=arguments.timeout)
     except ValueError as error:
-        raise CliError(str(error).removeprefix("address: "), UNREACHABLE) from None
+        raise CliError(f"--{error}", REFUSED) from None
 
 
 def request_options(arguments: argparse.Namespace) -> Options:

@@ -33,8 +33,8 @@ def configure(verbs: Any) -> None:
     groups = parser.add_subparsers(metavar="WHAT", required=True)
     workers = groups.add_parser("workers", help="its workers", epilog=EXIT_CODES)
     actions = workers.add_subparsers(metavar="ACTION", required=True)
-    _add(actions, "list", "show the workers and how they are", _list)
-    add = _add(actions, "add", "add a worker", _register)
+    add_router_verb(actions, "list", "show the workers and how they are", _list)
+    add = add_router_verb(actions, "add", "add a worker", _register)
     _add_address(add)
     add.add_argument(
         "--lease",
@@ -42,22 +42,34 @@ def configure(verbs: Any) -> None:
         metavar="SECONDS",
         help="Removed again after this time, unless it is added again before. [default: stays]",
     )
-    drain = _add(actions, "drain", "give a worker no new requests; what runs on it finishes", _drain)
+    drain = add_router_verb(actions, "drain", "give a worker no new requests; what runs on it finishes", _drain)
     _add_address(drain)
     drain.add_argument("--undo", action="store_true", help="Give it requests again. [default: no]")
-    _add_address(_add(actions, "remove", "forget a worker; what runs on it continues on another worker", _remove))
+    _add_address(
+        add_router_verb(actions, "remove", "forget a worker; what runs on it continues on another worker", _remove)
+    )
     route = groups.add_parser("route", help="its choices", epilog=EXIT_CODES)
     route_actions = route.add_subparsers(metavar="ACTION", required=True)
-    explain = _add(route_actions, "explain", "show where a text would go, and why", _explain)
+    explain = add_router_verb(route_actions, "explain", "show where a text would go, and why", _explain)
     explain.add_argument("text", metavar="TEXT", help="the prompt")
     explain.add_argument("--model", metavar="NAME", help="The model asked for, where there are several.")
     explain.add_argument("--session-id", metavar="ID", help="The session id that the policy consistent_hash hashes.")
     explain.add_argument("--tenant", metavar="NAME", help="The prompt's tenant, if the router requires no API keys.")
     for place in (groups, verbs):
-        top.add_flags(_add(place, "top", "watch the router and its workers", _top))
+        top.add_flags(add_router_verb(place, "top", "watch the router and its workers", _top))
 
 
-def _add(actions: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def add_router_verb(
+    actions: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    """Adds a verb with the flags that say where the router is.
+
+    Args:
+        actions: Gets the verb.
+        name: The verb.
+        text: What it does.
+        run: Does it.
+    """
     parser: argparse.ArgumentParser = actions.add_parser(
         name, help=text, description=text[0].upper() + text[1:] + ".", epilog=EXIT_CODES, allow_abbrev=False
     )
@@ -115,7 +127,8 @@ def _channel(arguments: argparse.Namespace) -> grpc.Channel:
 
 
 @contextmanager
-def _router(arguments: argparse.Namespace) -> Iterator[router_pb2_grpc.RouterStub]:
+def router_stub(arguments: argparse.Namespace) -> Iterator[router_pb2_grpc.RouterStub]:
+    """A stub of the router that the flags name."""
     from sapwood.v1 import router_pb2_grpc
 
     with failing_plainly(arguments.address), _channel(arguments) as channel:
@@ -126,7 +139,7 @@ def _list(arguments: argparse.Namespace) -> int:
     from sapwood.generation import role_name
     from sapwood.v1 import router_pb2
 
-    with _router(arguments) as router:
+    with router_stub(arguments) as router:
         workers = router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT).workers
     print("\n".join(table(worker_rows(workers))))
     for worker in workers:
@@ -139,7 +152,7 @@ def _list(arguments: argparse.Namespace) -> int:
 def _register(arguments: argparse.Namespace) -> int:
     from sapwood.v1 import router_pb2
 
-    with _router(arguments) as router:
+    with router_stub(arguments) as router:
         request = router_pb2.RegisterWorkerRequest(address=arguments.worker, lease_seconds=arguments.lease)
         router.RegisterWorker(request, timeout=_TIMEOUT)
     return 0
@@ -148,7 +161,7 @@ def _register(arguments: argparse.Namespace) -> int:
 def _drain(arguments: argparse.Namespace) -> int:
     from sapwood.v1 import router_pb2
 
-    with _router(arguments) as router:
+    with router_stub(arguments) as router:
         request = router_pb2.DrainWorkerRequest(address=arguments.worker, undo=arguments.undo)
         left = router.DrainWorker(request, timeout=_TIMEOUT).in_flight
     if not arguments.undo:
@@ -159,7 +172,7 @@ def _drain(arguments: argparse.Namespace) -> int:
 def _remove(arguments: argparse.Namespace) -> int:
     from sapwood.v1 import router_pb2
 
-    with _router(arguments) as router:
+    with router_stub(arguments) as router:
         router.RemoveWorker(router_pb2.RemoveWorkerRequest(address=arguments.worker), timeout=_TIMEOUT)
     return 0
 
@@ -168,7 +181,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     from sapwood.generation import role_name
     from sapwood.v1 import router_pb2
 
-    with _router(arguments) as router:
+    with router_stub(arguments) as router:
         asked = router_pb2.RouterGenerateRequest(text=arguments.text, model=arguments.model)
         caller = (("x-session-id", arguments.session_id), ("x-tenant", arguments.tenant))
         answer = router.ExplainRoute(
@@ -207,4 +220,4 @@ def _estimate_rows(estimates: Iterable[router_pb2.RouteEstimate]) -> list[tuple[
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    return top.run(arguments, _router)
+    return top.run(arguments, router_stub)

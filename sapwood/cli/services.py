@@ -14,6 +14,7 @@ from typing import Any, Generic
 
 from sapwood.cli.errors import REFUSED, CliError
 from sapwood_common.errors import ConfigError
+from sapwood_common.settings.compound import parts_of
 from sapwood_common.settings.config import (
     ConfigT,
     add_settings,
@@ -23,6 +24,7 @@ from sapwood_common.settings.config import (
     may_hold_secret,
     variables,
 )
+from sapwood_common.settings.retired import compound_of
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig
@@ -49,23 +51,35 @@ class Service(Generic[ConfigT]):
     def command_line(self, changes: Mapping[str, Any]) -> list[str]:
         """The flags of its process; ``changes`` replace the values of some fields. :meth:`environment` has the rest."""
         file = [] if self.file is None else [f"--config={self.file}"]
-        settings = {**self.given, **changes}
+        settings = self._changed(changes)
         return [*file, *command_line({name: each for name, each in settings.items() if not may_hold_secret(each)})]
 
     def environment(self, changes: Mapping[str, Any]) -> dict[str, str]:
         """The variables of its process: settings that may hold credentials, which stand on no command line."""
-        settings = {**self.given, **changes}
+        settings = self._changed(changes)
         return variables(type(self.config), {name: each for name, each in settings.items() if may_hold_secret(each)})
 
     def ports(self, further: int = 0) -> dict[str, int]:
         """Its ports by field, for process number ``further`` of the service, counted from 0."""
-        ports = {name: value for name, value in self.config.model_dump().items() if name.endswith("port")}
+        values = {name: value for name, value in self.config.model_dump().items() if name.endswith("port")}
+        ports = {name: value["port"] if isinstance(value, dict) else value for name, value in values.items()}
         return {name: port + further if port else 0 for name, port in ports.items() if port is not None}
 
     def host_of(self, port: str) -> str:
         """The address on which it listens on the port of that field."""
         hosts = self.config.model_dump()
+        if isinstance(hosts.get(port), dict):
+            return str(hosts[port]["host"])
         return str(hosts.get(port.removesuffix("port") + "host") or hosts["host"])
+
+    def _changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The given settings with changes; of a setting of several parts the first is changed."""
+        settings = {**self.given, **changes}
+        for name, value in changes.items():
+            compound = compound_of(type(self.config), name) if name in self.given else None
+            if compound is not None:
+                settings[name] = {**parts_of(compound, self.given[name]), next(iter(compound.model_fields)): value}
+        return settings
 
     def reworded(self, line: str) -> str:
         """A line that the service writes, its flags named as `sapwood up` names them."""

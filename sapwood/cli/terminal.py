@@ -7,13 +7,29 @@ lines appear, and a bar becomes a line at each quarter.
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from sapwood_common.models.progress import Quarters
+from sapwood_common.telemetry.shown_text import shown
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.status import Status
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+_LONGEST_VALUE = 1024
+
+
+def harmless(text: str) -> str:
+    """Text of a model or a server without what a terminal would obey: controls are escaped, but tabs and ends of lines."""
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def one_line(value: object) -> str:
+    """A value that a file or a server has given, as a line of a terminal may show it."""
+    return shown(str(value), _LONGEST_VALUE)
 
 
 class Terminal(Protocol):

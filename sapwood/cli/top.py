@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sapwood.cli.terminal import one_line
 from sapwood_common.settings.flags import add_option
 
 if TYPE_CHECKING:
@@ -17,6 +22,8 @@ if TYPE_CHECKING:
 _CLEAR = "\x1b[H\x1b[J"
 _OTHER_SCREEN, _OWN_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _TIMEOUT = 10.0
+_FASTEST, _SLOWEST = 0.1, 3600.0
+"""Seconds between two looks."""
 
 Connect = Callable[[argparse.Namespace], "AbstractContextManager[router_pb2_grpc.RouterStub]"]
 
@@ -37,27 +44,115 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0.1 <= value <= 3600:
+    if not _FASTEST <= value <= _SLOWEST:
         raise argparse.ArgumentTypeError(f"{text} is not 0.1 to 3600")
     return value
 
 
+@dataclass(slots=True)
+class View:
+    """What keys change. ``column``: which one rows are sorted by, counted from 0; -1: as the router lists them.
+
+    ``interval`` in seconds; ``over``: q was pressed.
+    """
+
+    interval: float
+    column: int = -1
+    downward: bool = False
+    paused: bool = False
+    helped: bool = False
+    over: bool = False
+
+    def press(self, key: str) -> None:
+        """Does what a key stands for; others do nothing."""
+        if key in ("q", "Q"):
+            self.over = True
+        elif key in (" ", "p"):
+            self.paused = not self.paused
+        elif key in ("s", ">"):
+            self.column += 1
+        elif key == "<":
+            self.column = max(-1, self.column - 1)
+        elif key == "r":
+            self.downward = not self.downward
+        elif key == "+":
+            self.interval = max(_FASTEST, self.interval / 2)
+        elif key == "-":
+            self.interval = min(_SLOWEST, self.interval * 2)
+        elif key in ("?", "h"):
+            self.helped = not self.helped
+
+    def sorted(self, rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """A table, its head first, with its rows in the order of the view; the head marks the column."""
+        head, *body = rows
+        if self.column >= len(head):
+            self.column = -1
+        if self.column < 0:
+            return list(rows)
+        body.sort(key=lambda row: _order(row[self.column]), reverse=self.downward)
+        mark = "v" if self.downward else "^"
+        return [(*head[: self.column], head[self.column] + mark, *head[self.column + 1 :]), *body]
+
+
+def _order(cell: str) -> tuple[bool, float, str]:
+    """Numbers and shares by their value, before texts."""
+    try:
+        return (False, float(cell.rstrip("%")), "")
+    except ValueError:
+        return (True, 0.0, cell)
+
+
+def _no_key(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Reads keys of the terminal: a function that waits some seconds for them, and gives "" if there are none."""
+    if not sys.stdin.isatty():
+        yield _no_key
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+
+    def wait(seconds: float) -> str:
+        ready = select.select([sys.stdin], [], [], seconds)[0]
+        return os.read(sys.stdin.fileno(), 64).decode(errors="replace") if ready else ""
+
+    try:
+        yield wait
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
 def run(arguments: argparse.Namespace, connect: Connect) -> int:
-    """Shows the router until Ctrl-C; without a terminal, prints one table after another."""
+    """Shows the router until Ctrl-C or q; without a terminal, prints one table after another."""
     from sapwood.v1 import router_pb2
 
     live = sys.stdout.isatty() and not arguments.once
-    with connect(arguments) as router:
+    view = View(arguments.interval)
+    with connect(arguments) as router, contextlib.ExitStack() as stack:
+        wait = stack.enter_context(_keys()) if live else _no_key
         try:
             if live:
                 sys.stdout.write(_OTHER_SCREEN)
-            while True:
-                status = router.GetStatus(router_pb2.GetStatusRequest(), timeout=_TIMEOUT)
-                sys.stdout.write((_CLEAR if live else "") + "\n".join(render(status)) + "\n")
+            status = router.GetStatus(router_pb2.GetStatusRequest(), timeout=_TIMEOUT)
+            while not view.over:
+                lines = render(status, view) + (["", *_hints(view)] if live else [])
+                sys.stdout.write((_CLEAR if live else "") + "\n".join(lines) + "\n")
                 sys.stdout.flush()
                 if arguments.once:
                     return 0
-                time.sleep(arguments.interval)
+                if keys := wait(view.interval):
+                    for key in keys:
+                        view.press(key)
+                elif not view.paused:
+                    status = router.GetStatus(router_pb2.GetStatusRequest(), timeout=_TIMEOUT)
+            return 0
         except KeyboardInterrupt:
             return 0
         finally:
@@ -66,7 +161,18 @@ def run(arguments: argparse.Namespace, connect: Connect) -> int:
                 sys.stdout.flush()
 
 
-def render(status: router_pb2.GetStatusResponse) -> list[str]:
+def _hints(view: View) -> list[str]:
+    state = f"paused; every {view.interval:g} s" if view.paused else f"every {view.interval:g} s"
+    if not view.helped:
+        return [f"{state}; ? shows the keys, q ends"]
+    return [
+        state,
+        "s, > sort by the next column   < by the one before   r the other way round",
+        "space pauses   + more often   - less often   ? hides this   q ends",
+    ]
+
+
+def render(status: router_pb2.GetStatusResponse, view: View | None = None) -> list[str]:
     """The lines of a view."""
     rate = sum(worker.tokens_per_second for worker in status.workers)
     head = (
@@ -77,7 +183,7 @@ def render(status: router_pb2.GetStatusResponse) -> list[str]:
         head,
         *([f"cannot serve: {status.problem}"] if status.problem else []),
         "",
-        *table(worker_rows(status.workers)),
+        *table(worker_rows(status.workers) if view is None else view.sorted(worker_rows(status.workers))),
     ]
 
 
@@ -133,5 +239,6 @@ def _share(part: int, whole: int) -> str:
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines with columns as wide as they have to be."""
+    rows = [tuple(map(one_line, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

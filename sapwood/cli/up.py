@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib.util
 import os
+import re
 import signal
 import sys
 import time
@@ -77,6 +78,8 @@ _NEEDED = {"httptools": "router", "tokenizers": "tokenizer", "torch": "worker"}
 _SAME_WISH_SECONDS = 0.5
 _WORKERS = 2
 _ROLES = ("both", "prefill", "decode")
+_ERROR = re.compile(r"\S+ ERROR +\S+ \[\S*\] (.*)")
+"""A service's line about an error; the group is what it says."""
 _COLOURS = {"router": "magenta", FRONT: "magenta", "tokenizer": "yellow"}
 _WORKER_COLOURS = ("cyan", "green", "blue", "bright_cyan", "bright_green", "bright_blue")
 
@@ -384,6 +387,10 @@ async def _serve(services: Services, terminal: Terminal, record: Record) -> int:
 
     def on_line(name: str, line: str) -> None:
         number = name.rpartition("-")[2]
+        if not ready and (error := _ERROR.match(line)):
+            first = said.setdefault(error[1], name)
+            if number.isdigit() and first != name:  # what is wrong for one worker is wrong for all
+                return
         colour = _WORKER_COLOURS[int(number) % len(_WORKER_COLOURS)] if number.isdigit() else _COLOURS[name]
         if not deaf:
             try:
@@ -393,6 +400,7 @@ async def _serve(services: Services, terminal: Terminal, record: Record) -> int:
                 stopping.set()
 
     deaf: list[str] = []
+    said: dict[str, str] = {}
     ready: list[Any] = []
     stopping = asyncio.Event()
     killing = asyncio.Event()
@@ -436,6 +444,10 @@ async def _serve(services: Services, terminal: Terminal, record: Record) -> int:
     if died is not None:
         terminal.line(f"{died.what}: stopping the others")
     await cluster.stop()
+    if died is not None and not ready and any("cannot listen on" in text for text in said):
+        from sapwood.cli.local.checks import check_ports
+
+        check_ports(services)  # another `up` was quicker: this names the flag
     if died is not None:
         raise CliError(str(died) if ready or deaf else f"{died.what}; the lines above say why", FAILED)
     terminal.line("stopped")

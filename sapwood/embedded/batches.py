@@ -120,10 +120,16 @@ class Batches:
         async def score(job: tuple[int, list[int]]) -> Score:
             start, tokens = job
             call = self.client.generate(
-                token_ids=tokens, max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False, whole=True
+                token_ids=tokens,
+                max_tokens=1,
+                temperature=0,
+                prompt_logprobs=1,
+                prompt_logprobs_start=start - 1,
+                detokenize=False,
+                whole=True,
             )
             answer = await call.answer()
-            return _score(tokens[start:], answer.prompt_logprobs[start - 1 :])
+            return _score(tokens[start:], answer.prompt_logprobs)
 
         return await self._all(jobs, score, "pair")
 

@@ -187,6 +187,11 @@ class Engine:
         return self._wait(self._asked.detokenize(token_ids, skip_special_tokens=skip_special_tokens))
 
     @property
+    def address(self) -> str:
+        """Where its router listens: a Unix socket. Raises UnavailableError if it does not run."""
+        return self._asked.client.address
+
+    @property
     def _asked(self) -> Batches:
         self._cluster.background.check()
         assert self._batches is not None

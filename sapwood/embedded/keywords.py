@@ -53,6 +53,8 @@ def read_keywords(options: Mapping[str, Any], workers: int, defaults: Mapping[st
     Raises:
         InvalidArgumentError: There is no such setting, or no such value; ``field`` is the name of the first.
     """
+    if not isinstance(workers, int):
+        raise _refusal(f"workers is {workers!r:.40}; it must be an integer of at least 1", "workers")
     if workers < 1:
         raise _refusal(f"workers is {workers}; it must be at least 1", "workers")
     given: dict[str, dict[str, Any]] = {name: {} for name in _CLASSES}

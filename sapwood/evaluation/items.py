@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sapwood.bench.data.json_lines import DataError, read_json_lines, whole
+from sapwood.evaluation.benchmarks import fields_of, read_csv
 
 Match = Literal["exact", "regex"]
 
@@ -76,7 +77,7 @@ Item = Choice | Open
 
 
 def read_items(path: Path, max_tokens: int) -> list[Item]:
-    """Reads JSON lines; docs/benchmarking.md says which fields they have.
+    """Reads JSON lines, of items or of a well-known benchmark, or MMLU's CSV; docs/benchmarking.md says which fields they have.
 
     Args:
         path: The file; its name is that of items that name no task.
@@ -85,7 +86,10 @@ def read_items(path: Path, max_tokens: int) -> list[Item]:
     Raises:
         DataError: The file is of no use.
     """
-    return [_item_of(place, found, path.stem, max_tokens) for place, found in read_json_lines(path)]
+    if path.suffix == ".csv":
+        return [_item_of(place, found, path.stem, max_tokens) for place, found in read_csv(path)]
+    lines = read_json_lines(path)
+    return [_item_of(place, fields_of(place, found), path.stem, max_tokens) for place, found in lines]
 
 
 def _item_of(place: str, found: dict[str, Any], task: str, max_tokens: int) -> Item:

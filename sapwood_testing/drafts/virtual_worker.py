@@ -9,6 +9,7 @@ from typing import Any
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.results import accept_drafts
 from sapwood_worker.core.scheduler.speculation.costs import StepCosts
 from sapwood_worker.core.scheduler.speculation.speculation import MOST_DRAFTED, Speculation
 from sapwood_worker.core.scheduler.waiting import TenantFairness
@@ -147,7 +148,10 @@ class VirtualWorker:
             plan = SimpleNamespace(token_ids=[0] * (len(drafts) + sum(lengths)))
             step: Any = SimpleNamespace(decodes=self._requests, drafts=drafts, chunks=[], plan=plan)
             step.drafts = drafts if any(lengths) else []
-            self._speculation.took(step, ModelOutput(number, output), self._seconds, self._fairness)
+            answer = ModelOutput(number, output)
+            self._speculation.settle(step, answer)
+            accept_drafts(step, answer, self._fairness)
+            self._speculation.took(step, answer, self._seconds)
         return tokens / (self._seconds - before)
 
     def off(self) -> float:

@@ -14,11 +14,41 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 6, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "q_lora_rank": 20,
 }  # fmt: skip
 
+_GPT: dict[str, Any] = {**_WHOLE_HEADS, **dict.fromkeys(("num_key_value_heads", "intermediate_size", "head_dim"), ...)}
+"""For GPTs: transformers takes these names, and the file has theirs."""
+
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("ApertusConfig", {**_WHOLE_HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "falcon-7b": ("FalconConfig", _GPT),
+    "falcon-40b": ("FalconConfig", {**_GPT, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": (
+        "FalconConfig",
+        {
+            **_GPT, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gpt2": ("GPT2Config", _GPT),
+    "gpt-bigcode": ("GPTBigCodeConfig", _GPT),
+    "gpt-bigcode-all-heads": ("GPTBigCodeConfig", {**_GPT, "multi_query": False, "n_inner": 144}),
+    "gpt-neo": (
+        "GPTNeoConfig",
+        {**_GPT, "attention_types": [[["global", "local"], 2]], "window_size": 9},
+    ),
+    "gpt-neox": ("GPTNeoXConfig", {**_WHOLE_HEADS, "num_key_value_heads": None}),
+    "gpt-neox-in-turn": ("GPTNeoXConfig", {**_WHOLE_HEADS, "use_parallel_residual": False, "attention_bias": False}),
+    "gptj": ("GPTJConfig", {**_GPT, "rotary_dim": 8}),
+    "olmo": ("OlmoConfig", {**_WHOLE_HEADS, "clip_qkv": 0.7}),
+    "opt": ("OPTConfig", {**_GPT, "word_embed_proj_dim": None, "ffn_dim": 160}),
+    "phi-two": ("PhiConfig", _WHOLE_HEADS),
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
     "cohere": ("CohereConfig", {"logit_scale": 0.5}),
     "cohere-qk-norm": ("CohereConfig", {"logit_scale": 0.5, "use_qk_norm": True, "attention_bias": True}),
     "cohere2": ("Cohere2Config", {**_WHOLE_HEADS, "logit_scale": 0.5, "sliding_window": 9}),
+    "cwm": ("CwmConfig", {"sliding_window": 9, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 32,
+    }}),
     "ernie": ("Ernie4_5Config", {"use_bias": True}),
     "exaone4": ("Exaone4Config", {"sliding_window": 9}),
     "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
@@ -39,6 +69,19 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True, "tie_word_embeddings": True,
         },
     ),
+    "helium": ("HeliumConfig", _WHOLE_HEADS),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}},
+    ),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        {
+            **_WHOLE_HEADS, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "jais2": ("Jais2Config", _WHOLE_HEADS),
     "minicpm3": (
         "MiniCPM3Config",
         {**_LATENT, "scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 16, "rope_parameters": {
@@ -85,10 +128,18 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "seed-oss": ("SeedOssConfig", {"attention_out_bias": True}),
     "smollm3": ("SmolLM3Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "stablelm": ("StableLmConfig", {**_WHOLE_HEADS, "use_qkv_bias": True}),
     "starcoder2": ("Starcoder2Config", {**_WHOLE_HEADS, "sliding_window": 19}),
     "starcoder2-without-bias": ("Starcoder2Config", {**_WHOLE_HEADS, "use_bias": False, "tie_word_embeddings": False}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {
+            "sliding_window": 13, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
     "youtu": ("YoutuConfig", {**_LATENT, "v_head_dim": 10}),
 }  # fmt: skip
 """Name -> the class of transformers' configuration, and what differs from what all tiny models have."""

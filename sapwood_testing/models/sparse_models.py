@@ -31,8 +31,24 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 5, "moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 2,
         },
     ),
+    "granite-moe": (
+        "GraniteMoeConfig",
+        {
+            **_WHOLE_HEADS, "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+        },
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        {
+            **_WHOLE_HEADS, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
+            "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "exaone-moe": ("ExaoneMoeConfig", {**_GROUPED, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 9}),
     "flex-olmo": ("FlexOlmoConfig", {**_EXPERTS, **_WHOLE_HEADS}),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"num_experts": 8, "moe_topk": 3}),
     "llama4": (
         "Llama4TextConfig",
         {
@@ -57,5 +73,6 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("OlmoeConfig", {**_EXPERTS, **_WHOLE_HEADS, "norm_topk_prob": True}),
+    "olmoe-clipped": ("OlmoeConfig", {**_EXPERTS, **_WHOLE_HEADS, "norm_topk_prob": True, "clip_qkv": 0.7}),
     "solar-open": ("SolarOpenConfig", {**_GROUPED, "n_routed_experts": 8, "attention_bias": True}),
 }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 
 from sapwood_testing.models.dense_models import DENSE
 from sapwood_testing.models.sparse_models import SPARSE
+from sapwood_testing.models.state_models import STATE
 
 VOCAB = 97
 COMMON: dict[str, Any] = {
@@ -185,8 +186,9 @@ def make_tiny(name: str, folder: Path, **others: Any) -> Tiny:
     """A model by its name, saved in a folder as transformers saves it; settings may differ from those in ``TINY``."""
     import transformers
 
-    config_class, changes = TINY.get(name) or DENSE.get(name) or SPARSE.get(name) or OTHERS[name]
+    config_class, changes = TINY.get(name) or DENSE.get(name) or SPARSE.get(name) or STATE.get(name) or OTHERS[name]
     made, settings = getattr(transformers, config_class), {**COMMON, **changes, **others}
+    settings = {name: value for name, value in settings.items() if value is not ...}  # which leaves a common one out
     if "swiglu_limit" in settings and not hasattr(made, "swiglu_limit"):
         settings["swiglu_limit"] = 7.0  # older versions of transformers heed no other
     config = made(**settings)

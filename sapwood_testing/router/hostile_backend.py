@@ -83,7 +83,7 @@ class HostileBackend:
     Attributes:
         answer: How it answers; tests change it.
         models: The same for ``/v1/models``.
-        received: What it was asked besides that.
+        received: What it was asked besides that and its metrics, of which it has none.
     """
 
     def __init__(self, owner: str = "sapwood") -> None:
@@ -124,6 +124,8 @@ class HostileBackend:
             watch.add_done_callback(lambda _: request.closed.set())
             if request.path.endswith("/models"):
                 await self.models(request, writer)
+            elif request.path == "/metrics":
+                await reply(404, "")(request, writer)
             else:
                 self.received.append(request)
                 await self.answer(request, writer)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sapwood_kernels.attention.latent.heads import LatentHeads
 from sapwood_kernels.attention.planned import PagedKeys, StoredPages, Variant
+from sapwood_kernels.lora.slots import GraphRows
 from sapwood_worker.model.attention.backend import AttentionParts, StepAttention
 from sapwood_worker.model.attention.paged import KernelAttention, LatentKernelAttention, PagedAttention, PagedPlan
 from sapwood_worker.model.attention.torch_native import TORCH
@@ -78,7 +79,7 @@ def _tensors(result: Any) -> list[Tensor]:
 class EagerGraphs(DecodeGraphs):
     """Implements ``DecodeGraphs`` where nothing can be captured."""
 
-    def _capture(self, size: int, attention: StepAttention) -> _Captured:
+    def _capture(self, size: int, attention: StepAttention, rows: GraphRows | None = None) -> _Captured:
         plan = PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
         config = self._model.config
         hidden = torch.zeros(size, config.hidden_size)
@@ -91,10 +92,10 @@ class EagerGraphs(DecodeGraphs):
         )
         graph: Any = _Replay
         if (stage := self._stage) is None:
-            return _Captured(graph(lambda: self._step(size, plan), result), attention, result)
+            return _Captured(graph(lambda: self._step(size, plan, rows), result), attention, result)
         hidden = torch.zeros_like(stage.last[:size])
         self._tails[size] = graph(lambda: self._tail(stage, size), result), result
-        return _Captured(graph(lambda: self._layers(stage, size, plan), hidden), attention, result, hidden)
+        return _Captured(graph(lambda: self._layers(stage, size, plan, rows), hidden), attention, result, hidden)
 
     def _capture_all(self, sizes: Sequence[int], make: Callable[[int], StepAttention]) -> dict[int, _Captured]:
         return {size: self._capture(size, make(size)) for size in sizes}
@@ -118,7 +119,7 @@ def with_graphs(runner: ModelRunner, sizes: Sequence[int], *, capture: bool = Tr
     with patch.object(torch.Tensor, "pin_memory", lambda self: self):
         graphs = EagerGraphs(
             runner._model, backend, make, None, pool, sizes, runner._last_tokens, drawing, ops, runner._shifted,
-            capture=capture,
+            runner.loras, capture=capture,
         )  # fmt: skip
     runner._graphs = graphs
     return graphs

@@ -65,6 +65,8 @@ def make_runner(config: FakeWorkerConfig, place: Place = ALONE) -> FakeRunner | 
         tensor_parallel=config.tensor_parallel,
         pipeline_parallel=config.pipeline_parallel.stages,
         attention_ranks=config.tensor_parallel if config.data_parallel_attention else 1,
+        lora_slots=config.lora_slots.slots,
+        max_lora_rank=config.lora_slots.rank if config.lora_slots.slots else 0,
     )
     if config.load_seconds:
         logger.info("loading for %g s", config.load_seconds)
@@ -102,10 +104,12 @@ class _AroundRunner:
         self.vocabulary = runner.vocabulary
         self.experts = runner.experts
         self.exchanged_bytes = runner.exchanged_bytes
-        self.sums = runner.sums
+        self.sums, self.check_pictures = runner.sums, runner.check_pictures
+        self.picture_use = runner.picture_use
         self.draft = runner.draft
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
+        self.read_lora, self.drop_lora = runner.read_lora, runner.drop_lora
 
     def execute(self, step: Step) -> ModelOutput:
         return self.launch(step).result()

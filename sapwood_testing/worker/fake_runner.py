@@ -5,25 +5,31 @@ It ships with the protocol it imitates and is also what ``sapwood_testing.worker
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.errors import InvalidArgumentError, UnimplementedError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_testing.worker.fake_transfer import FakeTransfer
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.kv_layout import WindowGroup
+from sapwood_worker.records.lora import Lora, LoraFacts
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, TokenLogprobs
 from sapwood_worker.records.step import NOTHING, Entry, ModelOutput, Step
+from sapwood_worker.records.weights import Memory, TrainerGroup, WeightBucket, WeightsFacts
 
 _MASK = (1 << 62) - 1
 _STATES = 997
@@ -35,12 +41,45 @@ def _mix(chain: int, token: int, position: int) -> int:
     return value ^ (value >> 29)
 
 
-def continuation(prompt: Sequence[int], sampling: SamplingParams, vocab_size: int) -> Iterator[int]:
-    """The tokens that :class:`FakeRunner` samples after a prompt, without end, computed without pages or batches."""
+def fake_lora(folder: Path, content: str, rank: int = 8) -> Path:
+    """Writes an adapter that :class:`FakeRunner` reads; ``content`` makes its weights. Returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank}))
+    (folder / "adapter_model.safetensors").write_bytes(content.encode())
+    return folder
+
+
+def fake_digest(folder: Path) -> bytes:
+    """What :class:`FakeRunner` says of an adapter's content."""
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).digest()
+
+
+def fake_weights(content: bytes) -> bytes:
+    """What stands for weights of this content in :class:`FakeRunner`: the ``digest`` of :func:`continuation`."""
+    return hashlib.sha256(content).digest()[:16]
+
+
+def _lora_seed(digest: bytes) -> int:
+    return int.from_bytes(digest[:7], "little")
+
+
+def continuation(
+    prompt: Sequence[int], sampling: SamplingParams, vocab_size: int, digest: bytes = b""
+) -> Iterator[int]:
+    """The tokens that :class:`FakeRunner` samples after a prompt, without end, computed without pages or batches.
+
+    Args:
+        prompt: Its tokens.
+        sampling: How to sample.
+        vocab_size: Every token is below it.
+        digest: That of the adapter (:func:`fake_digest`) or the weights (:func:`fake_weights`) that compute it; empty: those of
+            the start do.
+    """
     chain = total = 0
-    tokens = list(prompt)
+    tokens, seed = list(prompt), _lora_seed(digest)
     for position, token in enumerate(tokens):
-        chain = _mix(chain, token, position)
+        chain = _mix(chain, token + seed, position)
         total += chain
         if position == len(tokens) - 1:
             sampled = _sample(total, position + 1, sampling, vocab_size)
@@ -84,7 +123,8 @@ def _logprobs(token: int, alternatives: int, vocab_size: int) -> TokenLogprobs:
 
 @dataclass(slots=True)
 class _Part:
-    """What a step computes of one request, with its pages, and the masks of what it may sample."""
+    """What a step computes of one request, with its pages, the masks of what it may sample, how many of its tokens are only there
+    for the state, and the snapshots that are taken: after how many tokens, and where."""
 
     entry: Entry
     token_ids: list[int]
@@ -93,6 +133,8 @@ class _Part:
     pages: npt.NDArray[np.int32]
     masks: list[npt.NDArray[np.int32] | None]
     windows: npt.NDArray[np.int32]
+    again: int = 0
+    saves: dict[int, int] = field(default_factory=dict)
 
     @property
     def prompt(self) -> array[int]:
@@ -106,10 +148,12 @@ class FakeStep:
         step: The step.
         run: Computes it.
         at: When its result may be taken, on ``time.monotonic``'s clock.
+        loras: What the adapters that it loads add to tokens, by slot.
     """
 
-    def __init__(self, step: Step, run: Callable[[FakeStep], None], at: float) -> None:
+    def __init__(self, step: Step, run: Callable[[FakeStep], None], at: float, loras: dict[int, int]) -> None:
         self.step = step
+        self.loras = loras
         self.answer: ModelOutput | None = None
         self.error: RuntimeError | None = None
         self._run = run
@@ -139,7 +183,9 @@ class FakeRunner:
     The "KV" of a position is a link of a hash chain over the tokens up to it; the link before it is read through the page
     table, like real KV. A sampled token is a function of the sum of all links up to it, each read through the page table, and
     of seed and position; a hidden state is a function of its position's link. So a page that was shared wrongly, freed too
-    early, reused, or never written changes the token.
+    early, reused, or never written changes the token. If the model keeps states, the chain goes on from the row's state instead
+    of the link before, so a state of other tokens changes the token as well. An adapter goes into every link that it computes:
+    so does what its slot holds, if that is another adapter.
 
     Args:
         info: What model to claim to be.
@@ -165,7 +211,7 @@ class FakeRunner:
         self.host_pool = host_pool
         self.vocabulary = vocabulary
         self.experts = None
-        self.sums = None
+        self.sums = self.check_pictures = self.picture_use = None
         self.draft = None
         self.asynchronous = True
         self._step_seconds = step_seconds
@@ -181,6 +227,81 @@ class FakeRunner:
         self._windows = [np.full((each.num_pages + 1, info.page_size), -1, np.int64) for each in info.windows]
         pools = [self._pool, *self._windows]
         self._transfer = None if host_pool is None else FakeTransfer(pools, host_pool, chance, copy_failures)
+        # By row its request's state, the tokens that it has seen and their chain, and the snapshots of states.
+        self._states: dict[int, tuple[int, int]] = {}
+        self._snapshots: dict[int, tuple[int, int]] = {}
+        # What adapters add to the tokens of links: by number, and by slot.
+        self._loras: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+        # The same of the model's own weights, and of updates by number.
+        self._base = 0
+        self._weights: dict[int, bytes] = {}
+
+    def read_lora(self, lora: Lora) -> LoraFacts:
+        """Reads what :func:`fake_lora` has written.
+
+        Raises:
+            InvalidArgumentError: It cannot be read, or its rank is too large.
+            UnimplementedError: The model has no slots.
+        """
+        if not self.info.lora_slots:
+            raise UnimplementedError("this worker has no slots for adapters")
+        try:
+            digest = fake_digest(Path(lora.path))
+            rank = int(json.loads((Path(lora.path) / "adapter_config.json").read_text())["r"])
+        except (OSError, ValueError, KeyError) as error:
+            raise InvalidArgumentError(f"adapter {lora.name}: {lora.path} cannot be read: {error}") from error
+        if rank > self.info.max_lora_rank:
+            raise InvalidArgumentError(f"adapter {lora.name}: its rank {rank} is above {self.info.max_lora_rank}")
+        self._loras[lora.number] = _lora_seed(digest)
+        return LoraFacts(lora.number, digest, rank, ("self_attn.q_proj",), 1000 * rank)
+
+    def drop_lora(self, number: int) -> None:
+        del self._loras[number]
+
+    def stage_weights(self, bucket: WeightBucket) -> WeightsFacts:
+        """Reads a file, any one: its content stands for weights (:func:`fake_weights`).
+
+        Raises:
+            InvalidArgumentError: It begins with ``bad``.
+        """
+        content = Path(bucket.path).read_bytes()
+        if content.startswith(b"bad"):
+            raise InvalidArgumentError("tensor bad is wrong", field="tensors")
+        self._weights[bucket.update] = fake_weights(content)
+        return WeightsFacts(b"", 1, len(content))
+
+    def ready_weights(self, update: int, *, partial: bool) -> WeightsFacts:
+        return WeightsFacts(self._weights[update], 1, 0)
+
+    def exchange_weights(self, update: int, *, keep: bool) -> bytes:
+        digest = self._weights.pop(update)
+        self._base = _lora_seed(digest)
+        return digest
+
+    def join_group(self, group: TrainerGroup) -> None:
+        """Raises UnimplementedError: it takes no tensors."""
+        raise UnimplementedError("a fake runner joins no group")
+
+    def leave_group(self, name: str) -> bool:
+        return False
+
+    def release_memory(self, memory: Sequence[Memory], folder: str) -> int:
+        """Spoils what the pages hold."""
+        if "kv_cache" in memory:
+            self._pool[:] = -1
+        return 1000 * len(memory)
+
+    def restore_memory(self, memory: Sequence[Memory], folder: str) -> None:
+        """Nothing: weights are but a number."""
+
+    def drop_weights(self, update: int) -> None:
+        self._weights.pop(update, None)
+
+    @property
+    def loras(self) -> set[int]:
+        """The numbers of adapters that were read and not dropped."""
+        return set(self._loras)
 
     def exchanged_bytes(self, tokens: int) -> int:
         return 0
@@ -206,7 +327,9 @@ class FakeRunner:
 
     def launch(self, step: Step) -> FakeStep:
         self._busy_until = max(self._busy_until, time.monotonic()) + self._step_seconds
-        launched = FakeStep(step, self._run, self._busy_until)
+        assert all(0 <= load.slot < self.info.lora_slots for load in step.lora_loads), "there is no such slot"
+        loras = {load.slot: self._loras[load.number] for load in step.lora_loads}
+        launched = FakeStep(step, self._run, self._busy_until, loras)
         self._launched.append(launched)
         if self._chance is None or self._chance.random() < 0.5:
             self._run(launched)
@@ -217,16 +340,18 @@ class FakeRunner:
         while not last.done:
             step = self._launched.popleft()
             try:
-                step.answer = self._compute(step.step)
+                step.answer = self._compute(step.step, step.loras)
             except RuntimeError as error:
                 step.error = error
 
-    def _compute(self, step: Step) -> ModelOutput:
+    def _compute(self, step: Step, seeds: dict[int, int]) -> ModelOutput:
         if step.copies is not None:
             assert self._transfer is not None
             self._transfer.start(step.copies)
+        self._slots.update(seeds)
         for entry in step.entries:
             self._entries[entry.row] = entry
+            self._states[entry.row] = (0, 0) if entry.snapshot < 0 else self._snapshots[entry.snapshot]
         step.settle()
         parts = self._parts(step)
         # All KV is written before any is read for sampling: two requests that write the same page show it.
@@ -250,7 +375,8 @@ class FakeRunner:
         prompt_logprobs = {
             i: [
                 _logprobs(token, part.entry.prompt_logprobs, self.info.vocab_size)
-                for token in part.prompt[part.start + 1 :][: len(part.token_ids)]
+                for place, token in enumerate(part.prompt[part.start + 1 :][: len(part.token_ids)], part.start)
+                if place >= part.entry.sampling.prompt_logprobs_start
             ]
             for i, part in enumerate(parts)
             if part.entry.prompt_logprobs is not None and part.start + 1 < len(part.prompt)
@@ -283,6 +409,11 @@ class FakeRunner:
             own = [masks.get(place) for place in range(sampled, sampled + samples)]
             parts.append(_Part(self._entries[row], tokens, start, samples, pages[0], own, pages[1:]))
             sampled += samples
+        for part, again in zip(parts, step.again.tolist(), strict=False):
+            part.again = again
+        for at, after, snapshot in step.saves.tolist():
+            assert self.info.states is not None and 0 <= snapshot < self.info.states.snapshots
+            parts[at].saves[after] = snapshot
         return parts
 
     def _pooled(self, part: _Part) -> float:
@@ -291,10 +422,19 @@ class FakeRunner:
         return _pool((links % _STATES).tolist(), part.entry.pooling)
 
     def _write(self, part: _Part) -> None:
-        size, pages, start = self.info.page_size, part.pages, part.start
+        size, pages, start, slot = self.info.page_size, part.pages, part.start, part.entry.lora_slot
+        seed = self._base if slot < 0 else self._slots[slot]
         chain = int(self._pool[pages[(start - 1) // size], (start - 1) % size]) if start else 0
+        if self.info.states is not None:
+            seen, chain = self._states[part.entry.row]
+            assert seen == start, f"the state has seen {seen} tokens where {start} come before"
         for position, token in enumerate(part.token_ids, start=start):
-            chain = _mix(chain, token, position)
+            chain = _mix(chain, token + seed, position)
+            self._states[part.entry.row] = position + 1, chain
+            if (snapshot := part.saves.get(position + 1 - start)) is not None:
+                self._snapshots[snapshot] = position + 1, chain
+            if position < start + part.again:
+                continue
             self._pool[pages[position // size], position % size] = chain
             for pool, own in zip(self._windows, part.windows, strict=True):
                 assert own[position // size] < len(pool) - 1, "a page that holds nothing is written"
@@ -311,7 +451,7 @@ class FakeRunner:
         return True
 
     def _spoil(self, part: _Part) -> None:
-        positions = np.arange(part.start, part.start + len(part.token_ids))
+        positions = np.arange(part.start + part.again, part.start + len(part.token_ids))
         self._pool[part.pages[positions // self.info.page_size], positions % self.info.page_size] = -1
 
     def _sampled(self, part: _Part) -> list[int]:

@@ -32,6 +32,7 @@ def scheduler_for(
     """
     of_model = {
         "windows": info.windows,
+        "states": info.states,
         "page_size": info.page_size,
         "num_pages": info.num_pages,
         "context_length": info.context_length,
@@ -41,6 +42,7 @@ def scheduler_for(
         "chained": info.chained,
         "prefix_cache": not info.encodes,
         "whole_prompts": info.encodes,
+        "whole_pictures": info.pictures is not None and info.pictures.whole,
     }
-    config = SchedulerConfig(**(of_model | settings))  # type: ignore[arg-type]
+    config = SchedulerConfig(**(of_model | settings))
     return Scheduler(config, tiers, masks=masks, drafter=drafter)

@@ -27,7 +27,7 @@ class Part:
         sampling: How.
         enters: Whether the row gets the request with this step.
         history: Prompt and output so far.
-        output_start, prompt_length, prompt_logprobs, pooling: As in :class:`~sapwood_worker.records.step.Entry`.
+        output_start, prompt_length, prompt_logprobs, pooling, lora_slot: As in :class:`~sapwood_worker.records.step.Entry`.
     """
 
     row: int
@@ -41,6 +41,7 @@ class Part:
     prompt_length: int = 0
     prompt_logprobs: int | None = None
     pooling: Pooling = ""
+    lora_slot: int = -1
 
 
 def step_for(
@@ -80,4 +81,5 @@ def _entry(part: Part) -> Entry:
         part.prompt_length,
         part.prompt_logprobs,
         part.pooling,
+        part.lora_slot,
     )

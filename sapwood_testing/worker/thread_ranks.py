@@ -12,8 +12,10 @@ from typing import Any, TypeVar, cast
 import msgspec
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.notes import StoreNotes
 from sapwood_worker.model.distributed.parallel import Parallel
 
 ResultT = TypeVar("ResultT")
@@ -120,10 +122,12 @@ def run_grid(tensor: int, pipeline: int, work: Callable[[int, Parallel], ResultT
     """What ``work`` returns for each rank of a pipeline's stages, given its number and groups; raises likewise."""
     stages = [make_groups(tensor) for _ in range(pipeline)]
     pipes = [make_groups(pipeline) for _ in range(tensor)]
+    store = HashStore()
     ranks = [
         Parallel(
             tp=stages[stage][part] if tensor > 1 else Group(),
             pp=pipes[part][stage] if pipeline > 1 else Group(),
+            notes=StoreNotes(store, stage * tensor + part, tensor * pipeline),
         )
         for stage in range(pipeline)
         for part in range(tensor)

@@ -104,7 +104,7 @@ def test_a_misspelt_option_is_refused_before_it_is_sent(router: Any) -> None:
     with Client(router.address) as client:
         with pytest.raises(ValueError, match=r"'max_tokns'; max_tokens\?"):
             client.generate("text", **misspelt)
-        with pytest.raises(ValueError, match=r"no option 'colour'$"):
+        with pytest.raises(ValueError, match=r"no option 'colour'; help\(sapwood.generation.Options\) lists them$"):
             client.generate("text", **strange)
     assert router.requests == []
 
@@ -112,7 +112,7 @@ def test_a_misspelt_option_is_refused_before_it_is_sent(router: Any) -> None:
 def test_what_is_no_message_is_refused_before_it_is_sent(router: Any) -> None:
     text: Any = "How warm is it?"
     with Client(router.address) as client:
-        with pytest.raises(TypeError, match="'H' is none"):
+        with pytest.raises(TypeError, match=r"^messages: .* it takes a list"):
             client.generate(messages=text)
         with pytest.raises(ValueError, match="no role"):
             client.generate(messages=[{"content": "How warm is it?"}])
@@ -232,7 +232,7 @@ class OnlyTheBaseInstall:
         # In the wheel, and they need nothing themselves.
         needs_nothing = (
             "", ".settings", ".settings.flags", ".contract", ".contract.limits", ".models", ".models.packaged",
-            ".models.progress", ".python_process",
+            ".models.progress", ".python_process", ".telemetry", ".telemetry.shown_text",
         )
         if not allowed and name.removeprefix("sapwood_common") not in needs_nothing:
             raise ModuleNotFoundError(f"not in the base install: {name}")

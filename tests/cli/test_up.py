@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from sapwood.cli import up
 from sapwood.cli.errors import CliError
-from sapwood.cli.main import _ELSEWHERE, build_parser, main
+from sapwood.cli.main import build_parser, main
 from sapwood.cli.services import Services
 from sapwood_common.settings.config import build_parser as service_parser
 from sapwood_common.settings.config import command_line, given_settings, load_config
@@ -198,13 +197,6 @@ def test_an_unknown_flag_is_refused_and_what_may_be_meant_is_named(
     assert f"unrecognized arguments: {flag}; did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_flags_of_other_servers_have_names_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["up", "--help"])
-    shown = capsys.readouterr().out
-    assert all(re.search(rf"{flag}\b(?!-)", shown) for flag in _ELSEWHERE.values())
-
-
 def test_a_second_model_is_refused_without_a_guess_at_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["up", "demo", "m"])
@@ -275,3 +267,34 @@ def test_settings_that_may_hold_credentials_stand_on_no_command_line(monkeypatch
         again = load_config(cls, given_settings(cls, service_parser(cls, service.name, "").parse_args(shown)))
         assert again == service.config.model_copy(update={"port": 7})
     assert "--policy=random" in services.router.command_line({})
+
+
+def test_every_architecture_of_a_family_is_among_the_names_found_without_importing_them() -> None:
+    from sapwood_worker.model.families.names import possible_architectures
+    from sapwood_worker.model.families.registry import families
+
+    possible = possible_architectures()
+    assert possible is not None
+    own = {name for family in families() for name in (*family.architectures, *family.classifiers)}
+    assert own <= possible
+    assert {name.replace("ForCausalLM", "Model") for name in own} <= possible
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"architectures": ["QwenForCausalLM"]}', "architecture QwenForCausalLM is not supported; did you mean Qwen"),
+        ("{}", "architecture (none) is not supported; `sapwood docs models` lists those that are"),
+        ("{bad", "cannot be read as JSON"),
+        ('{"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8}', "--tensor-parallel 3: the model has 8"),
+    ],
+)
+def test_what_a_config_file_shows_is_refused_before_a_service_starts(
+    config: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert main(["up", str(tmp_path), "--ports", "auto", "--tensor-parallel", "3"]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert "starting" not in printed.out

@@ -79,12 +79,13 @@ def test_a_wrong_address_is_told_from_a_router_that_is_not_there(capsys: pytest.
     threading.Thread(target=server.serve_forever, daemon=True).start()
     web = f"127.0.0.1:{server.server_port}"
     try:
-        for address, problem in (
-            (f"http://{web}/v1", f"http://{web}/v1 is a URL; this takes the router's gRPC address, HOST:PORT"),
-            (web, f"{web} speaks HTTP; this takes the router's gRPC port\n"),
-            ("::::", "no router answers at ::::: it is not HOST:PORT, or there is no such host\n"),
+        wrong, away = exit_codes.REFUSED, exit_codes.UNREACHABLE
+        for address, code, problem in (
+            (f"http://{web}/v1", wrong, f"--address: http://{web}/v1 is a URL; this takes the router's gRPC address"),
+            (web, away, f"{web} speaks HTTP; this takes the router's gRPC port\n"),
+            ("::::", wrong, "--address: '::::' is not HOST:PORT, such as 127.0.0.1:50051\n"),
         ):
-            assert main(["generate", "--address", address, "Hi"]) == exit_codes.UNREACHABLE
+            assert main(["generate", "--address", address, "Hi"]) == code
             assert problem in capsys.readouterr().err
     finally:
         server.shutdown()

@@ -19,7 +19,7 @@ from sapwood_common.models.packaged import PACKAGED_MODELS
         (["--verison"], "there is no flag --verison; did you mean --version?"),
         (["--foo"], "there is no flag --foo; a verb comes first"),
         (["stpo"], "did you mean stop?"),
-        (["run-batch", "-i", "x"], "batches are not served yet"),
+        (["run-batch", "-i", "x"], "sapwood batch run"),
         (["download", "x"], "`sapwood pull NAME` fetches a model"),
         (["up", "--max-model-len", "3"], "did you mean --worker-context-length?"),
         (["quantize", "x"], "the following arguments are required: OUT"),

@@ -72,13 +72,13 @@ def make_environment() -> MakeEnvironment:
             if not (folder / "complete").exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-                if shares:
-                    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-                    ours = sysconfig.get_path("purelib")
-                    (folder / "lib" / version / "site-packages" / "shared.pth").write_text(f"{ours}\n")
                 install = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
                 subprocess.run([*install, *requirements], check=True)
                 (folder / "complete").touch()
+            if shares:  # as a folder of packages: this project's own is found through a .pth file there
+                version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+                line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+                (folder / "lib" / version / "site-packages" / "shared.pth").write_text(line)
         return folder / "bin"
 
     return make

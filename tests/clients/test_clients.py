@@ -20,6 +20,8 @@ CLIENTS = {
     "instructor": ("instructor==1.17.0",),
     "llama_index": ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),
     "dspy": ("dspy[numpy]==3.4.1", "mcp==2.3.0"),  # the second for litellm, which it calls
+    "outlines": ("outlines==1.3.3", "openai==3.54.0"),
+    "guidance": ("guidance==0.3.1", "openai==3.54.0"),
     "smolagents": ("smolagents[openai]==1.26.0",),
     "haystack": ("haystack-ai==3.4.1",),
     "autogen": ("autogen-ext[openai]==0.7.5", "autogen-agentchat==0.7.5"),

@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from sapwood_kernels.native.build import find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("common", "router", "tokenizer", "worker")
+NAMES = ("common", "gateway", "router", "tokenizer", "worker")
 
 
 def run(program: str, *arguments: str | Path, cwd: Path = ROOT) -> tuple[int, str]:

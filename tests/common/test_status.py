@@ -1,3 +1,5 @@
+from urllib.parse import quote
+
 import grpc
 import pytest
 
@@ -61,3 +63,11 @@ def test_numeric_codes_of_multiplexed_streams_become_the_same_errors() -> None:
     received = status.from_parts(status.code_number(sent), sent.message, "token_ids")
     assert type(received) is errors.InvalidArgumentError
     assert received.field == "token_ids"
+
+
+@pytest.mark.parametrize("quoted", ["a" * 100_000, "\0" * 100_000, "\N{SNAKE}" * 100_000, "a" * 1000])
+def test_a_message_that_quotes_much_fits_the_metadata_that_clients_take(quoted: str) -> None:
+    _, message, trailing = status.rpc_status(errors.InvalidArgumentError(f"no {quoted}!", field=quoted))
+    assert message.startswith("no ") and message.endswith("!")
+    details = sum(len(value) * 4 / 3 for _, value in trailing)
+    assert len(quote(message)) + details < 8192

@@ -99,7 +99,7 @@ def test_all_components_go_together(everything: list[dict[str, Any]]) -> None:
         prefix = str(config.model_config["env_prefix"])
         known = {f"{prefix}{field}".upper() for field in config.model_fields}
         assert set(of_kind(everything, "ConfigMap")[name]["data"]) <= known, "a variable that nobody reads"
-    restricted(of_kind(everything, "Deployment", "StatefulSet", "Job"), tokens={"router"})
+    restricted(of_kind(everything, "Deployment", "StatefulSet", "Job"), tokens={"router", "scaler"})
     policies = of_kind(everything, "NetworkPolicy")
     assert all("from" in rule for policy in policies.values() for rule in policy["spec"].get("ingress", ()))
     rules = of_kind(everything, "PrometheusRule")["sapwood"]["spec"]
@@ -221,6 +221,100 @@ def test_selectors_find_their_pods_and_ports_exist(overlay: str) -> None:
             assert item["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"] in pods
         if item["kind"] == "HorizontalPodAutoscaler":
             assert item["spec"]["scaleTargetRef"]["name"] in workloads(overlay)
+
+
+def test_the_scaler_asks_a_router_and_may_only_scale_the_workers(everything: list[dict[str, Any]]) -> None:
+    from sapwood.cli.main import build_parser
+
+    workloads = of_kind(everything, "Deployment", "StatefulSet")
+    [container] = workloads["scaler"]["spec"]["template"]["spec"]["containers"]
+    asked = build_parser().parse_args(["scaler", *container["args"]])
+    service, _, port = asked.address.partition(".sapwood.svc:")
+    [opened] = of_kind(everything, "Service")[service]["spec"]["ports"]
+    [router] = workloads["router"]["spec"]["template"]["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in router["ports"]}
+    settings = of_kind(everything, "ConfigMap")["router"]["data"]
+    assert int(port) == opened["port"] == ports[opened["targetPort"]] == int(settings["SAPWOOD_ROUTER_ADMIN_PORT"])
+    assert asked.kubernetes == [("both", "sapwood/statefulset/worker")] and "worker" in workloads
+    [rule] = of_kind(everything, "Role")["scaler"]["rules"]
+    assert rule == {
+        "apiGroups": ["apps"],
+        "resources": ["statefulsets/scale"],
+        "resourceNames": ["worker"],
+        "verbs": ["get", "patch"],
+    }
+    assert "worker" not in of_kind(everything, "HorizontalPodAutoscaler"), "two would scale it"
+    ingress = of_kind(everything, "NetworkPolicy")["router"]["spec"]["ingress"]
+    admin = [each for each in ingress if {"protocol": "TCP", "port": "admin"} in each["ports"]]
+    assert [each["from"] for each in admin] == [
+        [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "scaler"}}}]
+    ]
+
+
+POOL: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["selector", "targetPorts", "endpointPickerRef"],
+    "properties": {
+        "selector": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["matchLabels"],
+            "properties": {"matchLabels": {"type": "object", "minProperties": 1}},
+        },
+        "targetPorts": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 8,
+            "items": {"type": "object", "additionalProperties": False, "properties": {"number": {"type": "integer"}}},
+        },
+        "appProtocol": {"enum": ["http", "kubernetes.io/h2c"]},
+        "endpointPickerRef": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["name"],
+            "properties": {
+                "group": {"const": ""},
+                "kind": {"const": "Service"},
+                "name": {"type": "string"},
+                "port": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+                "failureMode": {"enum": ["FailOpen", "FailClose"]},
+            },
+        },
+    },
+}
+"""The specification of an InferencePool of version v1, as far as manifests use it: no package has its schema."""
+
+
+def test_the_gateways_objects_name_each_other_and_its_pods_are_restricted() -> None:
+    import jsonschema
+    from kubernetes_validate import validate
+
+    items = manifests("gateway")
+    theirs = [item for item in items if item["apiVersion"].split("/")[0].endswith("networking.k8s.io")]
+    for item in items:
+        if item not in theirs or item["kind"] == "NetworkPolicy":
+            validate(item, "1.37", strict=True)
+    [pool] = of_kind(items, "InferencePool").values()
+    [route] = of_kind(items, "HTTPRoute").values()
+    [gateway] = of_kind(items, "Gateway").values()
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    jsonschema.validate(pool["spec"], POOL)
+    [rule] = route["spec"]["rules"]
+    assert rule["backendRefs"] == [
+        {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": pool["metadata"]["name"]}
+    ]
+    assert route["spec"]["parentRefs"] == [{"name": gateway["metadata"]["name"]}]
+    reference = pool["spec"]["endpointPickerRef"]
+    services = of_kind(items, "Service")
+    [port] = services[reference["name"]]["spec"]["ports"]
+    assert port["port"] == reference["port"]["number"]
+    assert services["servers"]["spec"]["selector"] == pool["spec"]["selector"]["matchLabels"]
+    assert services["servers"]["spec"]["ports"][0]["port"] == pool["spec"]["targetPorts"][0]["number"]
+    restricted(workloads("gateway"), tokens=set())
+    settings = of_kind(items, "ConfigMap")["endpoint-picker"]["data"]
+    known = {f"SAPWOOD_ROUTER_{field}".upper() for field in RouterConfig.model_fields}
+    assert settings.keys() <= known, "a variable that nobody reads"
 
 
 def test_dockerfiles_pass_hadolint() -> None:

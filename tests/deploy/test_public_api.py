@@ -20,7 +20,7 @@ def test_files_and_folders_that_the_page_names_exist() -> None:
 
 
 def test_modules_and_classes_that_the_page_names_can_be_imported() -> None:
-    for name in ("client", "generation"):
+    for name in ("client", "generation", "lang", "weights"):
         assert f"sapwood.{name}" in NAMED
         importlib.import_module(f"sapwood.{name}")
     classes = {name.removeprefix("sapwood.") for name in NAMED if re.fullmatch(r"sapwood\.[A-Z]\w+", name)}
@@ -32,9 +32,11 @@ def test_the_page_names_every_group_of_entry_points() -> None:
     listed = {name for name in NAMED if re.fullmatch(r"sapwood\.[a-z_]+", name)} - {
         "sapwood.client",
         "sapwood.generation",
+        "sapwood.lang",
+        "sapwood.weights",
     }
     source = [path.read_text(encoding="utf-8") for path in (ROOT / "services").rglob("*.py")]
-    constants = r"^(?:GROUP|[A-Z]+_(?:BACKENDS|METHODS|PROCESSORS|FAMILIES)) = \"(sapwood\.[a-z_]+)\""
+    constants = r"^(?:GROUP|[A-Z]+_(?:BACKENDS|METHODS|PROCESSORS|FAMILIES|RESOLVERS)) = \"(sapwood\.[a-z_]+)\""
     assert listed == {name for text in source for name in re.findall(constants, text, re.MULTILINE)}
 
 

@@ -39,7 +39,7 @@ def save(path: Path, config: Any, post_processor: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize("kind", ["bert", "llama", "roberta"])
 def test_scores_rankings_and_labels_are_transformers(start_cluster_of: Any, tmp_path: Path, kind: str) -> None:
     import transformers
     from tokenizers import processors
@@ -50,6 +50,9 @@ def test_scores_rankings_and_labels_are_transformers(start_cluster_of: Any, tmp_
     }  # fmt: skip
     if kind == "bert":
         config, around = transformers.BertConfig(**shape), processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    elif kind == "roberta":
+        config = transformers.XLMRobertaConfig(**shape, type_vocab_size=1)
+        around = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
     else:
         config = transformers.LlamaConfig(**shape)
         around = processors.TemplateProcessing("[CLS] $A", "[CLS] $A [SEP] $B", [("[CLS]", 2), ("[SEP]", 3)])

@@ -30,16 +30,16 @@ async def compiler() -> AsyncIterator[GrammarCompiler]:
 
 
 def children() -> set[int]:
-    """Process ids of the compile processes that are alive below this process."""
-    found = set()
+    """Process ids of the compile processes that are alive: children of the fork server, which is this process's child."""
+    parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == os.getpid() and stat[0] != "Z" and "compile_process" in (entry / "cmdline").read_text():
-                found.add(int(entry.name))
+            if stat[0] != "Z" and "compile_process" in (entry / "cmdline").read_text():
+                parents[int(entry.name)] = int(stat[1])
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return {pid for pid, parent in parents.items() if parents.get(parent) == os.getpid()}
 
 
 async def test_an_artefact_holds_key_and_vocabulary(compiler):

@@ -197,6 +197,9 @@ class Contrary:
     def forced(self) -> None:
         return None
 
+    def guess(self, most: int, token_ids, start: int) -> list[int]:
+        return []
+
     def close(self) -> None:
         self.closed += 1
 

@@ -258,7 +258,7 @@ from sapwood_kernels.reference import rms_norm
 from sapwood_kernels.ranks.triton_all_reduce import PROGRAMS, PeerAllReduce
 folder, rank = sys.argv[1], int(sys.argv[2])
 most = PROGRAMS * 16 * 2 * 8
-size = -(-PeerSums.region_bytes(most) // 4096) * 4096
+size = -(-PeerAllReduce.region_bytes(most) // 4096) * 4096
 maps = [torch.from_numpy(np.memmap(f"{folder}/{each}", np.uint8, "r+", shape=size)) for each in range(2)]
 sums = PeerAllReduce([each.data_ptr() for each in maps], rank, most, torch.device("cpu"))
 made = lambda rank, turn, count: torch.randn(count, generator=torch.Generator().manual_seed(100 * turn + rank))

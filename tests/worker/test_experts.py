@@ -174,8 +174,8 @@ def test_a_worker_on_a_gpu_tells_what_its_tiles_go_by(model, tmp_path, monkeypat
             "128",
             "--max-running",
             "4",
-            "--expert-tuning",
-            "3",
+            "--kernels",
+            "tuning=3",
         )
         with started(model, tmp_path / "log", *flags) as (address, metrics, _):
             until = time.monotonic() + 60

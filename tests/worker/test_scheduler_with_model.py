@@ -224,6 +224,29 @@ def _setting(serial: int, done: int = 0) -> SamplingParams:
     )
 
 
+@pytest.mark.parametrize("max_step_tokens", [512, 7])
+def test_log_probabilities_of_a_prompts_end_are_the_whole_prompts_and_use_the_cache(
+    tiny_model: Any, make_runner: Any, max_step_tokens: int
+) -> None:
+    runner = make_runner(tiny_model("gemma3").path, page_size=4, num_pages=64)
+    scheduler = scheduler_for(runner.info, max_step_tokens=max_step_tokens)
+    prompt = [(7 * place) % 97 + 3 for place in range(30)]
+    found: dict[int, list[float]] = {}
+    cached: dict[int, int] = {}
+    for serial, start in enumerate((0, 19, 19, 28, 29, 200)):
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=0, prompt_logprobs_start=start
+        )
+        scheduler.add(Request(serial, f"r{serial}", prompt, sampling))
+        for output in drive(scheduler, runner, overlap=False):
+            found.setdefault(serial, []).extend(each.logprob for each in output.prompt_logprobs)
+            cached[serial] = output.cached_tokens
+    assert len(found[0]) == 29
+    for serial, start in ((1, 19), (2, 19), (3, 28), (4, 29), (5, 200)):
+        assert found[serial] == pytest.approx(found[0][start:], abs=1e-4), start
+    assert cached == {0: 0, 1: 16, 2: 16, 3: 28, 4: 28, 5: 28}
+
+
 @pytest.mark.parametrize(("max_step_tokens", "page_size", "pages"), [(512, 16, 64), (7, 16, 64), (32, 4, 28)])
 def test_log_probabilities_equal_transformers_whatever_is_cached_and_retracted(
     tiny_model: Any, make_runner: Any, max_step_tokens: int, page_size: int, pages: int

@@ -35,6 +35,7 @@ from sapwood_kernels.experts.tiles.tuning import tuned
 from sapwood_kernels.experts.triton_timing import ProductTimer
 from sapwood_kernels.latent import triton_absorb, triton_expand, triton_heads, triton_many_heads
 from sapwood_kernels.latent.triton_store import store_latent
+from sapwood_kernels.lora.cuda_slots import CudaLoraSlots
 from sapwood_kernels.ops.contracts import (
     ExpertSum,
     FewRows,
@@ -122,6 +123,7 @@ class CudaOps(DeviceOps):
     groups_experts = True
     joins_shared = True
     moment = _CudaMoment
+    lora_multiple = 16
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -161,6 +163,9 @@ class CudaOps(DeviceOps):
 
     def side_queue(self) -> SideQueue:
         return CudaSideQueue(self.device)
+
+    def lora_slots(self, slots: int, rank: int, dtype: torch.dtype) -> CudaLoraSlots:
+        return CudaLoraSlots(slots, dtype, self.gated, self.device, rank, self.fill)
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return partial(triton_norm.rms_norm, weight=weight, eps=eps)

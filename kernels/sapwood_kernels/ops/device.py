@@ -21,6 +21,7 @@ from sapwood_kernels.experts.routing import Routing, route
 from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.experts.tiles.tuning import Tuning
 from sapwood_kernels.kv_destination import KVDestination
+from sapwood_kernels.lora.slots import LoraSlots
 from sapwood_kernels.ops.contracts import (
     GROUP,
     ExpertSum,
@@ -218,6 +219,7 @@ class DeviceOps:
         processors: Its multiprocessors: programs that run at once.
         moment: Constructed, marks when the device is done with what is queued by then.
         tuning: Where the tiles of experts come from.
+        lora_multiple: Ranks of adapters are filled up with zeros to a multiple of this.
     """
 
     default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -228,6 +230,7 @@ class DeviceOps:
     joins_shared = False
     moment: type[Moment] = Moment
     processors = 1
+    lora_multiple = 1
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -256,6 +259,16 @@ class DeviceOps:
     def side_queue(self) -> SideQueue:
         """A new queue of the device, besides the one that computes."""
         return SideQueue()
+
+    def lora_slots(self, slots: int, rank: int, dtype: torch.dtype) -> LoraSlots:
+        """Slots for adapters.
+
+        Args:
+            slots: How many.
+            rank: The largest rank, a multiple of ``lora_multiple``.
+            dtype: That of rows and matrices.
+        """
+        return LoraSlots(slots, dtype, self.gated, self.device)
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """``reference.rms_norm`` of inputs of ``dtype`` by a float32 weight."""

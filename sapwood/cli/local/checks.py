@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from ctypes.util import find_library
+from difflib import get_close_matches
 from pathlib import Path
 
 from sapwood.cli.errors import REFUSED, CliError
 from sapwood.cli.services import Services
+from sapwood.cli.terminal import one_line
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_common.models.json_file import read_json_object
@@ -17,6 +19,7 @@ from sapwood_net.sockets.listen import is_foreign, why_not
 from sapwood_net.sockets.tls import server_tls
 from sapwood_net.sockets.unix_socket import is_unix
 from sapwood_router.config import RouterConfig
+from sapwood_worker.model.families.names import CAUSAL, WRAPPERS, possible_architectures
 
 _CUDA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """What the driver makes; the second on Windows' Linux."""
@@ -64,13 +67,18 @@ def check_model(services: Services) -> None:
     """Finds what the model's files and the flags alone show to be wrong, without torch; the model has to be here.
 
     Raises:
-        CliError: There is no CUDA, or attention heads cannot be split over this many ranks.
+        CliError: There is no CUDA, the files cannot be read or are of an unknown architecture, or attention heads cannot be split
+            over this many ranks.
     """
     config = services.worker.config
     if config.device.startswith("cuda") and find_library("cuda") is None and not any(map(Path.exists, _CUDA)):
         raise CliError(f"--worker-device {config.device}: no CUDA device is available here", REFUSED)
     given, ranks = services.worker.given, config.tensor_parallel
-    heads = _attention_heads(given.get("model", config.model), given.get("revision", config.revision))
+    try:
+        path = resolve_model(given.get("model", config.model), given.get("revision", config.revision), may_fetch=False)
+    except ConfigError:
+        return  # the worker says why
+    heads = _attention_heads(path)
     if heads is not None and heads % ranks and not config.data_parallel_attention:
         raise CliError(
             f"--tensor-parallel {ranks}: the model has {heads} attention heads, which so many ranks cannot share",
@@ -78,21 +86,34 @@ def check_model(services: Services) -> None:
         )
 
 
-def _attention_heads(model: str, revision: str | None) -> int | None:
-    """None: the files do not say it, or cannot be read; the worker says why."""
+def _attention_heads(path: Path) -> int | None:
+    """None: the files do not say it. Raises CliError if they cannot be read, or are of an unknown architecture."""
     try:
-        path = resolve_model(model, revision, may_fetch=False)
         if path.is_dir():
             raw = read_json_object(path / "config.json")
+            _check_architecture(raw.get("architectures"), path / "config.json")
             inner = raw.get("text_config")
             found = {**raw, **(inner if isinstance(inner, dict) else {})}.get("num_attention_heads")
         else:
             file = GgufFile(path)
             found = file.metadata.get(f"{file.metadata.get('general.architecture')}.attention.head_count")
             file.close()
-    except (ConfigError, GgufError):
-        return None
+    except (ConfigError, GgufError) as error:
+        raise CliError(f"--model: {error}", REFUSED) from None
     return found if isinstance(found, int) and found > 0 else None
+
+
+def _check_architecture(names: object, path: Path) -> None:
+    known = possible_architectures()
+    name = names[0] if isinstance(names, list) and names else "(none)"
+    if known is None or not isinstance(name, str) or name in known or name.endswith(WRAPPERS):
+        return
+    alike = get_close_matches(name, [each for each in known if len(each) > len(CAUSAL) and each.endswith(CAUSAL)], 3)
+    shown = f"; did you mean {' or '.join(alike)}?" if alike else ""
+    raise CliError(
+        f"--model: {path}: architecture {one_line(name)} is not supported{shown}; `sapwood docs models` lists those that are",
+        REFUSED,
+    )
 
 
 def check_files(services: Services) -> None:

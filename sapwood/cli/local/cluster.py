@@ -172,7 +172,7 @@ class Cluster:
             "tokenizer": ",".join([tokenizer, *filter(None, [router.given.get("tokenizer")])]),
             "workers": [*workers, *router.given.get("workers", ())],
         }
-        if router.config.tls_cert is not None and router.config.health_port is None:
+        if router.config.tls_cert is not None and router.config.health_port.port is None:
             settings["health_port"] = 0  # only this port answers without certificates
         return settings
 

@@ -32,6 +32,8 @@ _OWN = (
 )  # fmt: skip
 """`sapwood up`'s own flags."""
 VARIABLE = "SAPWOOD_UP_CONFIG"
+_MOST_NAMES = 1000
+"""Names in one place up to which they are compared with each other."""
 
 
 def add_file_flag(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +67,16 @@ def read_cluster_file(words: Sequence[str]) -> None:
 def _variables(file: str) -> Iterator[tuple[str, str]]:
     import yaml
 
+    class _Loader(yaml.SafeLoader):
+        """Refuses a name that stands twice in one place: YAML would take the last value in silence."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next((name for name in names if names.count(name) > 1), None) if len(names) < _MOST_NAMES else None
+            if twice is not None:
+                raise CliError(f"--config: {file}: {twice} is given twice; keep one", REFUSED)
+            return super().construct_mapping(node, deep)
+
     from sapwood_common.settings.config import ServiceConfig, variables
     from sapwood_router.config import RouterConfig
     from sapwood_tokenizer.config import TokenizerConfig
@@ -76,11 +88,11 @@ def _variables(file: str) -> Iterator[tuple[str, str]]:
         "worker": WorkerConfig,
     }
     try:
-        content = yaml.safe_load(Path(file).read_text())
+        content = yaml.load(Path(file).read_text(), _Loader)
     except OSError as error:
         raise CliError(f"--config: cannot read {file}: {error.strerror}", REFUSED) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CliError(f"--config: {file} is not YAML: {error}", REFUSED) from None
+        raise CliError(f"--config: {file} is not YAML: {' '.join(str(error).split())}", REFUSED) from None
     if not isinstance(content, Mapping):
         raise CliError(f"--config: {file} must hold settings (name: value)", REFUSED)
     for name, value in _flat(content, file, services):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
+from sapwood.cli.terminal import one_line
 from sapwood_common.python_process import python_command, python_environment
 
 _LOG_VARIABLE = "SAPWOOD_UP_LOG"
@@ -195,10 +196,11 @@ def run_ps(arguments: argparse.Namespace) -> int:
         for each in found:
             print(json.dumps(asdict(each)))
         return 0
-    rows = [("PID", "MODEL", "OPENAI API", "GRPC", "UP FOR")]
+    rows: list[tuple[str, ...]] = [("PID", "MODEL", "OPENAI API", "GRPC", "UP FOR")]
     for each in found:
         url = f"{each.http}/v1" if each.http else "starting"
         rows.append((str(each.pid), each.model, url, each.grpc or "-", _duration(time.time() - each.started)))
+    rows = [tuple(map(one_line, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -242,7 +244,12 @@ def _meant(arguments: argparse.Namespace) -> Running:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise CliError(f"{which}: no such cluster runs here" if which else "no cluster runs here", REFUSED)
+        raise CliError(
+            f"{which}: no such cluster runs here; `sapwood ps` lists those that do"
+            if which
+            else "no cluster runs here",
+            REFUSED,
+        )
     several = ", ".join(f"{each.pid} ({each.model})" for each in found)
     raise CliError(f"name one of the clusters that run here: {several}", REFUSED)
 

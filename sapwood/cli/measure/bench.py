@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
-from sapwood.cli.measure import offline
+from sapwood.cli.measure import compare, offline
 from sapwood.cli.measure.bench_view import BenchView
 from sapwood.cli.measure.data import add_data_flags, sampling_of, source_of
 from sapwood.cli.measure.target import (
@@ -70,7 +70,9 @@ def configure(verbs: Any) -> None:
     )
     _add_report_flags(parser.add_argument_group("report"))
     parser.set_defaults(run=run)
-    offline.configure(parser.add_subparsers(title="instead of a server", metavar="WHAT", prog="sapwood bench"))
+    others = parser.add_subparsers(title="instead of a server", metavar="WHAT", prog="sapwood bench")
+    offline.configure(others)
+    compare.configure(others)
 
 
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Asks a server the questions in files and prints the share of right answers of each task, with its standard error.
 
-A file has JSON lines. The likeliest of some answers, by the probabilities of their tokens (--api completions):
+Files of MMLU, ARC, HellaSwag and GSM8K are read as they are published. Others have JSON lines.
+The likeliest of some answers, by the probabilities of their tokens (--api completions):
   {"task": "capitals", "prompt": "The capital of France is", "choices": ["Rome", "Paris"], "answer": "Paris"}
 An answer that is generated, and compared whole or cut out by an expression:
   {"prompt": "2 + 3 =", "answer": "5", "max_tokens": 8, "stop": "\\n", "extract": "-?[0-9]+"}

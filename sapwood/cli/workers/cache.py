@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES
+from sapwood.cli.terminal import one_line
 from sapwood.cli.workers.each_worker import add_worker_option, each_worker
 from sapwood_common.settings.flags import one_of
 
@@ -91,7 +92,9 @@ def _print_table(address: str, tiers: list[worker_pb2.CacheTierStats]) -> None:
         failures = tier.failures + tier.rejected_pages
         print(f"  {_NAMES[tier.tier]:<8} {pages:>17} {tier.hit_tokens:>12} {written:>22} {read:>22} {failures:>9}")
         if tier.url:
-            print(f"  {'':<8} {tier.url}: {tier.state}{f' ({tier.error})' if tier.error else ''}")
+            print(
+                f"  {'':<8} {one_line(f'{tier.url}: {tier.state}')}{f' ({one_line(tier.error)})' if tier.error else ''}"
+            )
 
 
 def _traffic(count: int, seconds: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES
+from sapwood.cli.terminal import one_line
 from sapwood.cli.workers.each_worker import add_worker_option, each_worker
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
@@ -55,6 +56,13 @@ def configure(verbs: Any) -> None:
     pause = action("pause", "compute nothing until resume; requests may still come")
     pause.add_argument("--retract", action="store_true", help="also take the running requests' pages [default: no]")
     action("resume", "continue after a pause")
+    for name, text in (
+        ("sleep", "give memory back until wake, and refuse requests meanwhile"),
+        ("wake", "take memory again after a sleep"),
+    ):
+        action(name, text).add_argument(
+            "--memory", choices=("all", "weights", "kv-cache"), default="all", help="which [default: all]"
+        )
     action("drain", "refuse new requests and wait for those that run")
     role = action("role", "change what a worker does of a request: both, or prefill or decode for others")
     role.add_argument("role", choices=("both", "prefill", "decode"), metavar="ROLE", help="both, prefill or decode")
@@ -80,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps({"worker": address, **answer}))
         else:
             told = {name: value for name, value in answer.items() if value != ""}
-            words = (str(value) if name == "state" else f"{name} {value}" for name, value in told.items())
+            words = (one_line(value if name == "state" else f"{name} {value}") for name, value in told.items())
             between = ("\n  ", "\n  ") if arguments.action == "info" else (" ", ", ")
             print(f"{address}:{between[0]}{between[1].join(words)}")
     return 0
@@ -102,6 +110,14 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
         defaults = {field.name: round(value, 6) for field, value in told.sampling_defaults.ListFields()}
         shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         return _shown(told, _INFO) | {"role": role_name(told.role), "sampling_defaults": shown or "none"}
+
+    def sleep(worker: worker_pb2_grpc.WorkerStub) -> Answer:
+        answer = worker.Sleep(pb.SleepRequest(memory=_memory(given.memory)))
+        return {"state": "asleep", "bytes": answer.bytes}
+
+    def wake(worker: worker_pb2_grpc.WorkerStub) -> Answer:
+        answer = worker.WakeUp(pb.WakeUpRequest(memory=_memory(given.memory)))
+        return {"state": "asleep" if answer.asleep else "awake"}
 
     def pin(worker: worker_pb2_grpc.WorkerStub) -> Answer:
         request = pb.PinPrefixRequest(
@@ -133,6 +149,8 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
         "experts": experts,
         "info": info,
         "load": load,
+        "sleep": sleep,
+        "wake": wake,
         "pause": lambda worker: _done(worker.Pause(pb.PauseRequest(retract=given.retract)), "paused"),
         "resume": lambda worker: _done(worker.Resume(pb.ResumeRequest()), "resumed"),
         "drain": lambda worker: _done(worker.Drain(pb.DrainRequest()), "drained"),
@@ -162,6 +180,11 @@ def _by_rank(experts: Sequence[int], ranks: int) -> list[list[int]]:
 
 def _shown(message: Message, names: Sequence[str]) -> Answer:
     return {name: getattr(message, name) for name in names}
+
+
+def _memory(name: str) -> list[str]:
+    """Which memory is meant, as the enum's names; empty: all."""
+    return [] if name == "all" else [f"MEMORY_{name.replace('-', '_').upper()}"]
 
 
 def _token_ids(text: str) -> list[int]:

@@ -4,6 +4,10 @@ A grammar, a template or an expression of a tokenizer is a program that a strang
 it are not relied on. Each question has a process to itself. At its deadline, or when no caller waits for the answer any more,
 the process is killed, and the next question gets a new one. The operating system bounds the memory of a process.
 
+Starts. A fork server, ``python -P -m MODULE``, has imported the module and read the settings once; each process is a fork of it.
+So a process costs some milliseconds; a start of Python would hold its place, and a core, for half a second. A caller whose
+processes are killed therefore does not slow the questions of others.
+
 Fair places. Callers are distinguished by a name, such as a tenant's cache salt. A few places are shared in slices of time: the
 next turn is for the caller who has used the least time of those that wait. A question that needs more than a slice while others
 wait is paused (SIGSTOP) and has its next slice later. So a caller with many long questions delays another caller's first question
@@ -11,15 +15,14 @@ by about one slice. A caller's own turns go in alternation to a question that is
 so that long ones end one after the other. Where as many are paused as may be, a further long one is ended, and begins again when
 there is room. Choosing a turn is O(callers that wait and paused questions of one).
 
-Kills. To kill a process costs the start of another one, which takes longer than most answers. A caller whose questions had
-several killed lately (it gave them up, or they did not end) has one place less than there are. While only one process is ready
-its questions get new ones: so others find a place and a process.
-
 Invariants: ``_free`` places + tickets with a place = ``size``; a ticket has a place, or is in a queue of its line, or has just
-been given up; a process is idle, or belongs to one ticket.
+been given up; a process is idle, or belongs to one ticket. The fork server waits for a dead process only once its parent has
+said so, hence no signal reaches another process that has got the number.
 
-The process: ``python -P -m MODULE``, whose ``main`` calls :func:`serve_parent`. Frames on its standard input, a socket: 4 bytes
-length, big-endian, then the bytes. The first frame holds the settings and is answered by a greeting, each later one by an answer.
+Messages. ``main`` of the module calls :func:`serve_parent`. The fork server's standard input is a socket. Its parent sends one
+byte and a number of 8 bytes: ``s`` (with a file that holds the settings), ``f`` (with a socket: fork a process that answers on
+it), ``r`` (a process has been killed). It answers frames (4 bytes length, big-endian, then the bytes): the greeting, then the
+number of each process. Questions and answers are frames on the process's own socket.
 """
 
 from __future__ import annotations
@@ -27,17 +30,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import IO, NoReturn
 
 from sapwood_common.errors import InternalError, ResourceExhaustedError
 from sapwood_common.python_process import python_command, python_environment
@@ -48,8 +56,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _READ_BYTES = 256 * 1024
 _START_SECONDS = 60.0
 _LOW_PRIORITY = 10
-_KILLS, _KILL_SECONDS, _MOST_KILLERS = 3, 5.0, 4096
-"""Killed processes from which a caller counts as one that kills; seconds in which one of them is forgotten; callers known."""
+_REAP_SECONDS = 0.05
+"""Between two looks whether killed processes have ended."""
 _MOST_SLICES = 4
 """Slices after which a question is paused for others although it had little of the CPU."""
 
@@ -83,7 +91,6 @@ class PoolLimits:
         slice_seconds: How long a question runs before others have their turn.
         memory_bytes: Memory of a process besides what it has after its start.
         cpu_seconds: CPU time of a question, as a second bound where the parent cannot kill; 0: none.
-        warm: Whether a process is started as soon as one was ended, not when it is needed.
     """
 
     size: int = 2
@@ -92,135 +99,215 @@ class PoolLimits:
     slice_seconds: float = 0.25
     memory_bytes: int = 1 << 30
     cpu_seconds: int = 0
-    warm: bool = False
+
+
+class _ForkServer:
+    """The process that forks others, and the socket to it. Lives on one event loop."""
+
+    def __init__(self, module: str, settings: bytes) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                python_command("-m", module), stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=python_environment()
+            )
+        self.is_dead = False
+        self.greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._forking: deque[_Child] = deque()
+        """Those whose numbers are still to come, in order."""
+        self._received = bytearray()
+        self._socket.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
+        with _memory_file() as file:
+            file.write(settings)
+            file.seek(0)
+            self._tell(b"s", len(settings), file.fileno())
+
+    def fork(self, child: _Child, theirs: socket.socket) -> None:
+        """Makes a process that answers on a socket, and gives ``child`` its number."""
+        self._forking.append(child)
+        self._tell(b"f", 0, theirs.fileno())
+
+    def reap(self, pid: int) -> None:
+        """Says that a process was killed."""
+        self._tell(b"r", pid)
+
+    def end(self) -> None:
+        """Kills it, and with it what it has forked. Does not wait."""
+        self._died()
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Returns once it is gone."""
+        self._process.wait()
+
+    def _tell(self, kind: bytes, number: int, *files: int) -> None:
+        if self.is_dead:
+            return
+        try:
+            socket.send_fds(self._socket, [kind + number.to_bytes(8, "big")], files)
+        except OSError:  # also if it has not read thousands of messages
+            self.end()
+
+    def _read(self) -> None:
+        if (more := _new_bytes(self._socket)) is None:
+            return
+        if not more:
+            self._died()
+            self._process.kill()
+            return
+        self._received += more
+        while (frame := _next_frame(self._received)) is not None:
+            if not self.greeting.done():
+                self.greeting.set_result(frame)
+            elif self._forking:
+                self._forking.popleft().started(int.from_bytes(frame, "big"))
+
+    def _died(self) -> None:
+        if self.is_dead:
+            return
+        self.is_dead = True
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        if not self.greeting.done():
+            self.greeting.set_exception(ChildDiedError())
+            self.greeting.exception()  # marked as seen: mostly nobody waits for it
+        while self._forking:
+            self._forking.popleft().lost()
 
 
 class _Child:
     """A process and the socket to it. Lives on one event loop."""
 
-    def __init__(self, module: str, settings: bytes) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                python_command("-m", module), stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=python_environment()
-            )
+    def __init__(self, server: _ForkServer) -> None:
+        self._server = server
+        self._pid: int | None = None
+        """None until it is known, and again once the process was killed."""
+        self._ended = False
         self.slow = False
-        self._cpu_before = 0.0
         self.is_dead = False
-        self._to_send = _frame(settings)
+        self._cpu_before = 0.0
         self._received = bytearray()
-        self.greeted = False
         self._answer: asyncio.Future[bytes] | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once it has started, or ended."""
+        self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
         self._reading = True
+        with theirs:
+            server.fork(self, theirs)
+        if server.is_dead:
+            self._died()
+
+    def started(self, pid: int) -> None:
+        """Its number is known."""
+        self._pid = pid
+        if self._ended:
+            self._kill()
+        elif not self.ready.done():
+            self.ready.set_result(None)
+
+    def lost(self) -> None:
+        """It was not made, for its fork server has ended."""
+        if not self._ended:
+            self._died()
 
     def cpu_seconds(self) -> float:
         """CPU time of the process since it was asked."""
+        return self._cpu() - self._cpu_before
+
+    def _cpu(self) -> float:
+        if self._pid is None:
+            return 0.0
         try:
-            return time.clock_gettime(_cpu_clock(self.process.pid)) - self._cpu_before
+            return time.clock_gettime(_cpu_clock(self._pid))
         except OSError:  # it has ended, or the system counts otherwise
             return 0.0
 
     async def ask(self, question: bytes) -> asyncio.Future[bytes]:
         """Sends a question; the future has the answer, or raises ChildDiedError."""
-        self._cpu_before = 0.0
-        self._cpu_before = self.cpu_seconds() if self.greeted else 0.0
+        self._cpu_before = self._cpu()
         self._answer = answer = asyncio.get_running_loop().create_future()
-        await self._send(_frame(question))
-        return answer
-
-    async def greet(self) -> bytes:
-        """The greeting, if nothing was asked yet. Raises ChildDiedError if the process ends before."""
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._answer = answer
-        self.greeted = True
-        await self._send(b"")
-        return await answer
-
-    async def _send(self, frames: bytes) -> None:
-        loop = asyncio.get_running_loop()
-        frames, self._to_send = self._to_send + frames, b""
+        if self.is_dead:
+            self._died()
+            return answer
+        frame = _frame(question)
         try:
-            sent = self._socket.send(frames)
+            sent = self._socket.send(frame)
         except BlockingIOError:
             sent = 0
         except OSError:
             self._died()
-            return
-        if sent < len(frames):
+            return answer
+        if sent < len(frame):
             try:
-                await loop.sock_sendall(self._socket, memoryview(frames)[sent:])
+                await asyncio.get_running_loop().sock_sendall(self._socket, memoryview(frame)[sent:])
             except OSError:
                 self._died()
+        return answer
 
     def pause(self) -> None:
+        """Has it stand still."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
+        """Has it go on."""
         self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kills it; its question is answered with ChildDiedError."""
+        self._signal(signal.SIGKILL)
 
     def lower(self) -> None:
         """Gives it less of the CPU than others from now on; it cannot be raised again, so it is not used for another question."""
         self.slow = True
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, _LOW_PRIORITY)
+        if self._pid is not None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._pid, _LOW_PRIORITY)
 
     def end(self) -> None:
         """Kills it. It is gone a moment later."""
-        if self._reading:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._reading = False
+        self._ended = True
+        self._stop_reading()
         self._socket.close()
-        self.process.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        pid = self._pid
+        self._signal(signal.SIGKILL)
+        self._pid = None
+        if pid is not None:
+            self._server.reap(pid)
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        if self._pid is not None and not self._server.is_dead:  # else the number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
 
     def _read(self) -> None:
-        try:
-            more = self._socket.recv(_READ_BYTES)
-        except BlockingIOError:
+        if (more := _new_bytes(self._socket)) is None:
             return
-        except OSError:
-            more = b""
         if not more:
             self._died()
             return
         self._received += more
-        while (frame := self._next_frame()) is not None:
-            if not self.greeted:
-                self.greeted = True
-                self._cpu_before = 0.0
-                self._cpu_before = self.cpu_seconds()
-                if not self.ready.done():
-                    self.ready.set_result(None)
-            elif self._answer is not None and not self._answer.done():
+        while (frame := _next_frame(self._received)) is not None:
+            if self._answer is not None and not self._answer.done():
                 self._answer.set_result(frame)
 
     def _died(self) -> None:
         self.is_dead = True
         if not self.ready.done():
             self.ready.set_result(None)
-        if self._reading:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._reading = False
+        self._stop_reading()
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ChildDiedError())
             self._answer.exception()  # marked as seen: its caller may be gone
 
-    def _next_frame(self) -> bytes | None:
-        if len(self._received) < 4:
-            return None
-        end = 4 + int.from_bytes(self._received[:4], "big")
-        if len(self._received) < end:
-            return None
-        frame = bytes(memoryview(self._received)[4:end])
-        del self._received[:end]
-        return frame
+    def _stop_reading(self) -> None:
+        if self._reading:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._reading = False
 
 
 @dataclass(slots=True)
@@ -250,8 +337,6 @@ class _Ticket:
     turn: asyncio.Future[None] | None = None
     """What a ticket in a queue waits for."""
     has_place: bool = False
-    of_killer: bool = False
-    """Whether its place counts as one of callers that kill."""
 
 
 @dataclass(eq=False, slots=True)
@@ -260,8 +345,6 @@ class _Line:
 
     used: float
     """Seconds that its questions ran, on the scale of the other lines."""
-    kills: bool
-    """Whether several processes were killed over its questions lately."""
     tickets: int = 0
     new: deque[_Ticket] = field(default_factory=deque)
     paused: deque[_Ticket] = field(default_factory=deque)
@@ -291,31 +374,18 @@ class ChildPool:
         self._waiting = 0
         self._idle: list[_Child] = []
         self._busy: set[_Child] = set()
-        self._dying: list[subprocess.Popen[bytes]] = []
-        self._killers: dict[str, tuple[float, float]] = {}
-        """Caller -> processes killed over its questions, and when that was counted; the oldest first."""
-        self._places_of_killers = 0
+        self._server: _ForkServer | None = None
         self._closed = False
-        self._started = False
-        """Whether a process was seen to start; else one after another might die of the settings."""
 
     async def start(self) -> bytes:
-        """Starts a process and returns its greeting.
+        """Starts the fork server and returns its greeting.
 
         Raises:
-            ChildDiedError: The process died of the settings.
+            ChildDiedError: It died of the settings.
             TimeoutError: It took a minute over them.
         """
-        child = _Child(self._module, self._settings)
-        self._busy.add(child)
-        greeted = False
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                greeting = await child.greet()
-            greeted = self._started = True
-            return greeting
-        finally:
-            self._give_back(child, reusable=greeted)
+        async with asyncio.timeout(_START_SECONDS):
+            return await asyncio.shield(self._fork_server().greeting)
 
     async def ask(
         self, question: bytes, caller: str = "", timeout: float | None = None, progress: Progress | None = None
@@ -342,7 +412,7 @@ class ChildPool:
         child: _Child | None = None
         answered = False
         try:
-            if self._free and not self._waiting and self._may_hold(line):
+            if self._free and not self._waiting:
                 self._hold(ticket)
             else:
                 self._make_room(ticket)
@@ -350,9 +420,9 @@ class ChildPool:
             while True:
                 start = ticket.progress.running_since = loop.time()
                 if child is None:
-                    child = self._take(line)
+                    child = self._take()
                     answer = await child.ask(question)
-                    if not child.greeted:  # it starts, for which the question is not to blame
+                    if not child.ready.done():  # it starts, for which the question is not to blame
                         await asyncio.wait((child.ready, answer), return_when=asyncio.FIRST_COMPLETED)
                         starting = loop.time() - start
                         start += starting
@@ -379,8 +449,6 @@ class ChildPool:
         finally:
             line.used += ticket.progress.stop(loop.time())
             if child is not None:
-                if not answered:
-                    self._killed(caller, line)
                 self._give_back(child, reusable=answered and not child.slow)
             if ticket.has_place:
                 self._release(ticket)
@@ -392,47 +460,26 @@ class ChildPool:
     async def close(self) -> None:
         """Ends all processes, and with them the questions that are under way."""
         self._closed = True
-        for child in (*self._idle, *self._busy):
-            child.process.kill()
+        for child in self._busy:
+            child.kill()
         for child in self._idle:
             child.end()
-            self._dying.append(child.process)
         self._idle.clear()
-        for child in tuple(self._busy):
-            self._dying.append(child.process)
-        for process in self._dying:
-            process.wait()
-        self._dying.clear()
+        if self._server is not None:
+            self._server.end()
+            self._server.wait()
 
     def _line_of(self, caller: str) -> _Line:
         line = self._lines.get(caller)
         if line is None:
             least = min((other.used for other in self._lines.values()), default=0.0)
-            line = self._lines[caller] = _Line(least, self._kills(caller) >= _KILLS)
+            line = self._lines[caller] = _Line(least)
         return line
-
-    def _kills(self, caller: str) -> float:
-        """Processes killed over a caller's questions; one is forgotten each few seconds."""
-        count, counted = self._killers.get(caller, (0.0, 0.0))
-        return max(0.0, count - (asyncio.get_running_loop().time() - counted) / _KILL_SECONDS)
-
-    def _killed(self, caller: str, line: _Line) -> None:
-        count = self._kills(caller) + 1
-        self._killers.pop(caller, None)
-        self._killers[caller] = min(count, 2.0 * _KILLS), asyncio.get_running_loop().time()
-        line.kills = count >= _KILLS
-        if len(self._killers) > _MOST_KILLERS:
-            del self._killers[next(iter(self._killers))]
-
-    def _may_hold(self, line: _Line) -> bool:
-        """Whether a question of a line may have one more place."""
-        return not line.kills or self._places_of_killers < max(1, self._limits.size - 1)
 
     def _hold(self, ticket: _Ticket) -> None:
         """Gives a ticket a place."""
         self._free -= 1
-        ticket.has_place, ticket.of_killer = True, ticket.line.kills
-        self._places_of_killers += ticket.of_killer
+        ticket.has_place = True
 
     def _make_room(self, ticket: _Ticket) -> None:
         """Refuses the newest question of the caller with most, if too many wait."""
@@ -463,7 +510,7 @@ class ChildPool:
 
     def _waits(self, line: _Line) -> bool:
         """Whether a line has a question that may have a place now."""
-        return bool(line.new or line.paused or (line.again and self._may_pause(line))) and self._may_hold(line)
+        return bool(line.new or line.paused or (line.again and self._may_pause(line)))
 
     def _may_pause(self, line: _Line) -> bool:
         """Whether one more question of a line may be paused."""
@@ -520,37 +567,35 @@ class ChildPool:
     def _release(self, ticket: _Ticket) -> None:
         """Gives up a place. The caller gives turns next."""
         ticket.has_place = False
-        self._places_of_killers -= ticket.of_killer
         self._free += 1
 
-    def _take(self, line: _Line) -> _Child:
+    def _fork_server(self) -> _ForkServer:
         if self._closed:
             raise InternalError("the pool of processes is closed")
-        child = next((one for one in self._idle if one.greeted), None) or next(iter(self._idle), None)
-        if line.kills and len(self._idle) < 2 and self._limits.size > 1:
-            child = None
-        if child is None:
-            child = _Child(self._module, self._settings)
+        if self._server is None or self._server.is_dead:
+            if self._server is not None:
+                self._server.wait()
+            self._server = _ForkServer(self._module, self._settings)
+        return self._server
+
+    def _take(self) -> _Child:
+        server = self._fork_server()
+        while self._idle:
+            child = self._idle.pop()
+            if not child.is_dead:
+                break
+            child.end()
         else:
-            self._idle.remove(child)
-        if child.is_dead:
-            self._give_back(child, reusable=False)
-            return self._take(line)
+            child = _Child(server)
         self._busy.add(child)
         return child
 
     def _give_back(self, child: _Child, *, reusable: bool) -> None:
         self._busy.discard(child)
-        if reusable and not self._closed and len(self._idle) < self._limits.size:
+        if reusable and not self._closed and not child.is_dead and len(self._idle) < self._limits.size:
             self._idle.append(child)
-            return
-        child.end()
-        self._dying = [process for process in self._dying if process.poll() is None]
-        if child.process.poll() is None:
-            self._dying.append(child.process)
-            asyncio.get_running_loop().call_later(0.1, child.process.poll)
-        if self._limits.warm and not self._closed and not self._idle and self._started:
-            self._idle.append(_Child(self._module, self._settings))
+        else:
+            child.end()
 
 
 def _cpu_clock(pid: int) -> int:
@@ -562,45 +607,128 @@ def _frame(content: bytes) -> bytes:
     return len(content).to_bytes(4, "big") + content
 
 
+def _new_bytes(connection: socket.socket) -> bytes | None:
+    """What has come on a socket that does not wait; None: nothing yet; empty: it is closed or broken."""
+    try:
+        return connection.recv(_READ_BYTES)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def _next_frame(received: bytearray) -> bytes | None:
+    """Takes the next frame out of what has come; None: it is not there to its end."""
+    if len(received) < 4:
+        return None
+    end = 4 + int.from_bytes(received[:4], "big")
+    if len(received) < end:
+        return None
+    frame = bytes(memoryview(received)[4:end])
+    del received[:end]
+    return frame
+
+
+def _memory_file() -> IO[bytes]:
+    """A file without a name, in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("settings"), "w+b")  # noqa: PTH123
+    return tempfile.TemporaryFile()
+
+
 def serve_parent(make: Callable[[bytes], tuple[bytes, Answer]], stack_bytes: int = 0) -> int:
-    """Runs in the process: answers until the parent has gone.
+    """Runs in the fork server: forks processes until the parent has gone.
 
     Args:
-        make: Takes the settings; returns the greeting, and what answers questions.
-        stack_bytes: The size of the stack that both run on, for work that recurses deep; 0: the usual one.
+        make: Takes the settings; returns the greeting, and what answers questions. It leaves no threads behind.
+        stack_bytes: The size of the stack that questions are answered on, for work that recurses deep; 0: the usual one.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent, which then closes the socket
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
-            file.write("900")  # where memory runs out, this process goes first
+    _die_with_parent()
     parent = socket.socket(fileno=os.dup(0))
-    if not stack_bytes:
-        _serve(parent, make)
+    kind, _, files = _message(parent)
+    if kind != b"s":
         return 0
-    threading.stack_size(stack_bytes)
-    thread = threading.Thread(target=_serve, args=(parent, make))
-    thread.start()
-    thread.join()
-    return 0
-
-
-def _serve(parent: socket.socket, make: Callable[[bytes], tuple[bytes, Answer]]) -> None:
-    settings = _read(parent)
-    if settings is None:
-        return
+    with open(files[0], "rb") as file:  # noqa: PTH123
+        settings = file.read()
     memory, cpu_seconds = (int.from_bytes(settings[at : at + 8], "big") for at in (0, 8))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _bound_memory(memory)  # the settings may be a stranger's, too
     greeting, answer = make(settings[16:])
     _bound_memory(memory)
+    del settings
+    gc.collect()
+    gc.freeze()  # what all processes share stays shared
     parent.sendall(_frame(greeting))
-    while (question := _read(parent)) is not None:
+    killed: set[int] = set()
+    while True:
+        if killed and not select.select((parent,), (), (), _REAP_SECONDS)[0]:
+            killed = _not_ended(killed)
+            continue
+        kind, number, files = _message(parent)
+        if not kind:
+            return 0
+        if kind == b"r":
+            killed = _not_ended(killed | {number})
+            continue
+        asked = socket.socket(fileno=files[0])
+        pid = os.fork()
+        if not pid:
+            parent.close()
+            _serve_questions(asked, answer, memory, cpu_seconds, stack_bytes)
+        asked.close()
+        parent.sendall(_frame(pid.to_bytes(8, "big")))
+
+
+def _message(parent: socket.socket) -> tuple[bytes, int, list[int]]:
+    """The next message of the parent; the first byte is empty if it has gone."""
+    data, files, _, _ = socket.recv_fds(parent, 9, 1)
+    while data and len(data) < 9:
+        more = parent.recv(9 - len(data))
+        if not more:
+            return b"", 0, []
+        data += more
+    return data[:1], int.from_bytes(data[1:], "big"), files
+
+
+def _not_ended(killed: set[int]) -> set[int]:
+    """Those of killed processes that are still there."""
+    return {pid for pid in killed if not os.waitpid(pid, os.WNOHANG)[0]}
+
+
+def _serve_questions(asked: socket.socket, answer: Answer, memory: int, cpu_seconds: int, stack_bytes: int) -> NoReturn:
+    """Runs in a process: answers until the parent closes the socket."""
+    try:
+        _die_with_parent()
+        _bound_memory(memory)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+            file.write("900")  # where memory runs out, this process goes first
+        if stack_bytes:
+            threading.stack_size(stack_bytes)
+            thread = threading.Thread(target=_answer_all, args=(asked, answer, cpu_seconds))
+            thread.start()
+            thread.join()
+        else:
+            _answer_all(asked, answer, cpu_seconds)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # the rest of the module's main is the fork server's
+
+
+def _answer_all(asked: socket.socket, answer: Answer, cpu_seconds: int) -> None:
+    while (question := _read(asked)) is not None:
         if cpu_seconds:
             used = resource.getrusage(resource.RUSAGE_SELF)
             end = int(used.ru_utime + used.ru_stime) + cpu_seconds + 1
             resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
-        parent.sendall(_frame(answer(question)))
+        asked.sendall(_frame(answer(question)))
+
+
+def _die_with_parent() -> None:
+    """Has the system kill this process when the one that started it has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _bound_memory(more: int) -> None:

@@ -21,6 +21,11 @@ _REASONS: dict[str, type[errors.SapwoodError]] = {"PROMPT_TOO_LONG": errors.Prom
 """Classes that have no status of their own, by what says so."""
 
 
+_MOST_BYTES = 1024
+"""Of a message or a field. A message goes thrice, once with ``%`` for some bytes, and gRPC's clients end a call whose metadata
+has more than 8 KiB."""
+
+
 class StatusRow(NamedTuple):
     """A class of exceptions, and its statuses in gRPC and HTTP."""
 
@@ -88,7 +93,7 @@ def to_trailing_metadata(error: errors.SapwoodError) -> tuple[tuple[str, bytes],
         details.append(_pack(error_details_pb2.ErrorInfo(reason=reason, domain=_DOMAIN)))
     if error.field is not None:
         bad_request = error_details_pb2.BadRequest()
-        bad_request.field_violations.add(field=error.field, description=error.message)
+        bad_request.field_violations.add(field=_short(error.field), description=_short(error.message))
         details.append(_pack(bad_request))
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo()
@@ -96,13 +101,13 @@ def to_trailing_metadata(error: errors.SapwoodError) -> tuple[tuple[str, bytes],
         details.append(_pack(retry))
     if not details and not isinstance(error, errors.RequestCancelledError):
         return ()
-    status = Status(code=code_number(error), message=error.message, details=details)
+    status = Status(code=code_number(error), message=_short(error.message), details=details)
     return ((_DETAILS_KEY, status.SerializeToString()),)
 
 
 def rpc_status(error: errors.SapwoodError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """What ends a call with an error: status, message and trailing metadata."""
-    return row_of(error).grpc, error.message, to_trailing_metadata(error)
+    return row_of(error).grpc, _short(error.message), to_trailing_metadata(error)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.SapwoodError:
@@ -132,6 +137,14 @@ def from_parts(code: int, message: str, field: str = "", reason: str = "") -> er
         if row.grpc.value[0] == code:
             return row.error(message, field=field or None)
     return errors.InternalError(message, field=field or None)
+
+
+def _short(text: str) -> str:
+    """A text without the middle of a long one: what it quotes may be a stranger's."""
+    if len(text.encode("utf-8", "replace")) <= _MOST_BYTES:
+        return text
+    half = _MOST_BYTES // (2 if text.isascii() else 8) - 8
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def _pack(

@@ -20,7 +20,8 @@ from sapwood_common.host_names import listens_on_loopback
 from sapwood_common.network.channel import Dialer
 from sapwood_common.secret_file import warn_of_readers
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
-from sapwood_common.serving.server import ServiceServer, serve_until_stopped
+from sapwood_common.serving.server import READINESS, ServiceServer, serve_until_stopped
+from sapwood_common.shared_bytes import SharedBytes
 from sapwood_common.telemetry.logs import announce
 from sapwood_common.telemetry.metrics import MetricSet, MetricsServer
 from sapwood_common.telemetry.tracing_start import start_tracing
@@ -33,13 +34,22 @@ from sapwood_net.sockets.tls import server_tls
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.admission.fair_queue import AdmissionSettings
 from sapwood_router.config import RouterConfig
+from sapwood_router.edges.batches.api import ENDPOINTS
+from sapwood_router.edges.batches.records import BatchStore
+from sapwood_router.edges.batches.runner import BatchLimits, BatchRunner
+from sapwood_router.edges.files.store import FileStore
 from sapwood_router.edges.front import HttpFront
+from sapwood_router.edges.gateway.endpoint_picker import SERVICE as PICKER_NAME
+from sapwood_router.edges.gateway.endpoint_picker import EndpointPicker
 from sapwood_router.edges.grpc.service import PUBLIC_METHODS, SERVICE_NAME, TRACED, RouterService
 from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.origins import Origins
 from sapwood_router.edges.http1.server import HttpServer
-from sapwood_router.edges.responses.store import ResponseStore
-from sapwood_router.edges.table import DIALECTS, all_routes
+from sapwood_router.edges.responses.background import Background
+from sapwood_router.edges.responses.store import ConversationStore, ResponseStore
+from sapwood_router.edges.routes import Post
+from sapwood_router.edges.table import DIALECTS, Kept, all_routes
+from sapwood_router.edges.ui.observed import Observed
 from sapwood_router.edges.ui.routes import ui_routes
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.fleet.backends.probe import BackendProbe, served_by
@@ -48,27 +58,37 @@ from sapwood_router.fleet.connection import SilenceLimit, WorkerConnection
 from sapwood_router.fleet.control import FleetControl, WorkerPins
 from sapwood_router.fleet.fleet import CONFIGURED, Fleet
 from sapwood_router.fleet.kv_event_monitor import KvEventMonitor
+from sapwood_router.fleet.lora_control import LoraControl
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.sources.endpoint_slices import follow_endpoint_slices, in_cluster_api, parse_service
 from sapwood_router.fleet.sources.membership import follow_file, follow_leases
+from sapwood_router.fleet.weights_control import WeightsControl
 from sapwood_router.fleet.worker import Worker
+from sapwood_router.flow.adapters import Adapters
+from sapwood_router.flow.cache_leases import CacheLeases, LeaseLimits
 from sapwood_router.flow.disaggregation.costs import Costs
 from sapwood_router.flow.disaggregation.decision import Disaggregation
 from sapwood_router.flow.disaggregation.proposals import RoleProposals, follow_proposals
 from sapwood_router.flow.generation import Pipeline
+from sapwood_router.flow.relay.pick import Endpoints, Picker
 from sapwood_router.flow.retry import Failover, RetryPolicy, RetrySettings
 from sapwood_router.flow.sessions import SessionLimits, SessionStore
 from sapwood_router.flow.steering import Steering
+from sapwood_router.flow.training import Training
+from sapwood_router.observe.history import History
 from sapwood_router.observe.metrics import JoinedMetrics, RouterMetrics
 from sapwood_router.observe.observer import RequestLog, RequestObserver
 from sapwood_router.observe.status import StatusBoard
+from sapwood_router.observe.timelines import Timelines
 from sapwood_router.routing.factory import PolicyParts, make_policy
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.policy_book import PolicyBook
+from sapwood_router.store.opening import follow_retention, open_store
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.replica import TokenizerReplicas
 from sapwood_router.tokenizer.text_stream import TextStreams, Tokenizer, Tokenizers
+from sapwood_router.tools.mcp_servers import McpServers
 from sapwood_router.transport.backend.spec import backend_at, is_backend
 from sapwood_router.transport.name_lookup import Lookup, addresses_behind, follow_name
 from sapwood_text.output_parser import OutputParser
@@ -140,7 +160,11 @@ class RouterApplication:
         router_metrics.watch(self.registry, self._admission)
         router_metrics.watch_index(self._blocks)
         router_metrics.watch_lag(self._lag, self._silence_limit, self.registry)
-        observer = RequestObserver(router_metrics, self._tracing, RequestLog(config.log_requests))
+        self.status = StatusBoard(self.registry, self._admission, router_metrics, self.problem, config.policy).snapshot
+        self._history, timelines = History(self.status), Timelines()
+        observer = RequestObserver(
+            router_metrics, self._tracing, RequestLog(config.log_requests), timelines, self._history
+        )
         retry = RetryPolicy(
             RetrySettings(attempts=config.retry_attempts.attempts, ratio=config.retry_attempts.budget),
             asyncio.get_running_loop().time,
@@ -150,6 +174,12 @@ class RouterApplication:
             SessionLimits(config.max_sessions.count, config.max_sessions.tokens, config.max_sessions.ttl),
             WorkerPins(self._worker_dialer),
             router_metrics.session_grew,
+            asyncio.get_running_loop().time,
+        )
+        self._leases = CacheLeases(
+            LeaseLimits(config.max_sessions.leases, config.max_sessions.lease_ttl),
+            WorkerPins(self._worker_dialer),
+            self.registry.page_size,
             asyncio.get_running_loop().time,
         )
         router_metrics.watch_sessions(lambda: len(sessions))
@@ -165,9 +195,11 @@ class RouterApplication:
             config.most_resumptions.grace,
             observer,
             sessions,
+            self._leases,
             Disaggregation(config.disaggregate, self.registry, self._policies, costs),
             Seeds(config.random_seed),
             self.heavy,
+            SharedBytes(config.max_body_bytes.pictures, "pictures"),
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -188,16 +220,31 @@ class RouterApplication:
             memory=bodies,
             heavy=self.heavy,
             health_address=config.health_address,
+            health_names=(PICKER_NAME, READINESS),
             implementation=config.grpc_server,
         )
-        self.status = StatusBoard(self.registry, self._admission, router_metrics, self.problem, config.policy).snapshot
         tokenizers = {*config.tokenizers, *chain.from_iterable(config.tokenizers_of_models.values())}
         self.worker_names = WorkerNames(
             secrets.token_bytes(16), lambda address: address in tokenizers or self.registry.find(address) is not None
         )
         steering = Steering(pipeline.running, FleetControl(self.registry, self._worker_dialer))
-        service = RouterService(pipeline, self._fleet, steering, config.request_timeout, self.status, self.worker_names)
+        self._loras = LoraControl(self.registry, self._worker_dialer)
+        adapters = Adapters(self.registry.loras, self._loras)
+        service = RouterService(
+            pipeline, self._fleet, steering, config.request_timeout, self.status, self.worker_names, adapters
+        )
+        picker = EndpointPicker(
+            Picker(pipeline, observer, Endpoints(lookup)),
+            guard,
+            self.worker_names,
+            config.request_timeout,
+            config.max_body_bytes.bytes,
+            self.registry.longest_context,
+            bodies,
+            self.heavy,
+        )
         router_pb2_grpc.add_RouterServicer_to_server(service, self._server.grpc)
+        picker.add_to(self._server.grpc)
         self._admin: ServiceServer | None = None
         if config.admin_port is not None:
             self._admin = ServiceServer(
@@ -209,6 +256,7 @@ class RouterApplication:
                 implementation=config.grpc_server,
             )
             router_pb2_grpc.add_RouterServicer_to_server(service, self._admin.grpc)
+            picker.add_to(self._admin.grpc)
         origins = Origins(
             config.cors_origins,
             own_page=config.ui,
@@ -216,12 +264,42 @@ class RouterApplication:
             local=listens_on_loopback(config.http_host or config.host),
         )
         shown = self.status if config.shows_status else None
-        responses = ResponseStore(config.stored_responses.count, config.stored_responses.bytes)
+        retention = config.store.retention
+        self._store = open_store(config.store.url, config.http_port, retention)
+        files, batches = FileStore(self._store, config.store.file_bytes), BatchStore(self._store)
+        batches_wait = asyncio.Event()
+        responses = ResponseStore(self._store, retention)
+        self._background = Background(self._store, responses)
+        kept = Kept(
+            responses,
+            ConversationStore(self._store),
+            files,
+            batches,
+            config.batches.hours * 3600,
+            batches_wait.set,
+            McpServers(config.mcp),
+            self._background,
+        )
         for_clients = None if config.separates_operators else steering
+        adapters_for_clients = None if config.separates_operators else adapters
+        training: Training | None = None
+        if config.api_keys is not None:
+            training = Training(WeightsControl(self.registry, self._worker_dialer), pipeline.running)
         registry = self._metrics.registry if config.metrics_port is None else None
-        routes = all_routes(pipeline, self.problem, responses, for_clients, registry, shown, origins)
+        routes = all_routes(
+            pipeline,
+            self.problem,
+            kept,
+            for_clients,
+            adapters_for_clients,
+            registry,
+            shown,
+            origins,
+            training,
+        )
         if config.ui:
-            routes += ui_routes(pipeline, guard, origins, shown)
+            observed = Observed(self._history, timelines, self._policies, self._blocks, self._page_sizes)
+            routes += ui_routes(pipeline, guard, origins, shown, observed)
         self._front = HttpFront(
             pipeline,
             routes,
@@ -234,6 +312,22 @@ class RouterApplication:
             strict=config.strict_parameters,
             dialects=DIALECTS,
             workers=self.worker_names,
+        )
+        self._batch_runner = BatchRunner(
+            batches,
+            files,
+            {route.path: route for route in routes if isinstance(route, Post) and route.path in ENDPOINTS},
+            self._front.answer_inner,
+            None if self._keys is None else self._keys.named,
+            self.heavy,
+            BatchLimits(
+                config.batches.concurrency,
+                config.batches.lines,
+                config.max_body_bytes.bytes,
+                config.batches.hours * 3600,
+            ),
+            batches_wait,
+            self._server.draining,
         )
         self._http = HttpServer(
             self._front.serve,
@@ -281,6 +375,10 @@ class RouterApplication:
             announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
         self._spawn(self._admission.run(), "admission")
         self._spawn(self._lag.run(), "loop lag")
+        self._spawn(self._batch_runner.run(), "batches")
+        tenants = None if self._keys is None else self._keys.named
+        self._spawn(self._background.take_up(self._front.answer_inner, tenants), "responses in the background")
+        self._spawn(follow_retention(self._store), "retention of the store")
         if self._keys is not None:
             self._spawn(self._keys.follow(), "file of API keys")
         for tokenizer in self._tokenizers.all():
@@ -288,15 +386,23 @@ class RouterApplication:
             self._spawn(tokenizer.client.prefetch(), "vocabulary")
         self._fleet.name(CONFIGURED, self._config.named_workers)
         self._spawn(follow_proposals(self._proposals), "proposals of roles")
+        self._spawn(self._loras.run(), "adapters")
+        self._spawn(self._history.run(), "history")
         self._spawn(follow_leases(self._fleet), "leases of registered workers")
         if self._config.workers_file is not None:
             self._spawn(follow_file(self._config.workers_file, self._fleet), "workers file")
-        host, _, port = (self._config.workers_dns.name or "").rpartition(":")
+        dns = self._config.workers_dns.name or ""
+        scheme = "http://" if dns.startswith("http://") else ""
+        host, _, port = dns.removeprefix(scheme).rpartition(":")
         named = partial(self._fleet.name, "service discovery")
         interval = self._config.workers_dns.interval
         if self._config.workers_dns.name is not None and not (host and port.isdigit()):
-            raise ConfigError(f"--workers-dns: {self._config.workers_dns.name!r} is not name:port")
-        lookups = partial(follow_name, host, int(port), named, interval, self._lookup) if host else None
+            raise ConfigError(f"--workers-dns: {self._config.workers_dns.name!r} is not [http://]name:port")
+
+        def name_dns(addresses: frozenset[str]) -> None:
+            named(frozenset(scheme + each for each in addresses))
+
+        lookups = partial(follow_name, host, int(port), name_dns, interval, self._lookup) if host else None
         if self._slices is not None:  # names in DNS are for when the API server does not answer
             self._spawn(follow_endpoint_slices(*self._slices, named, lookups), "EndpointSlices")
         elif lookups is not None:
@@ -318,6 +424,9 @@ class RouterApplication:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sessions.stop()
+        await self._leases.stop()
+        await self._background.stop()
+        await self._store.close()
         if self._http_client is not None:
             await self._http_client.close()
         if self._metrics_server is not None:
@@ -347,13 +456,13 @@ class RouterApplication:
         replicas = TokenizerReplicas(
             addresses,
             self._dialer,
-            config.health_interval,
+            config.tokenizer_grace.interval,
             self._readiness_changed,
             lost,
             self._spawn,
             self._lookup,
         )
-        client = TokenizerClient(replicas.all, config.tokenizer_grace, self.heavy, absent=not addresses)
+        client = TokenizerClient(replicas.all, config.tokenizer_grace.seconds, self.heavy, absent=not addresses)
         return Tokenizer(replicas, client, TextStreams(client, self._make_parser))
 
     def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:
@@ -417,6 +526,11 @@ class RouterApplication:
     def _registry_changed(self) -> None:
         self._admission.pump()
         self._readiness_changed()
+        self._history.look()
+
+    def _page_sizes(self) -> list[tuple[str, int]]:
+        """Each worker whose model is known, and the tokens in a page of its cache."""
+        return [(worker.address, worker.model.page_size) for worker in self.registry.all() if worker.model is not None]
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

@@ -15,6 +15,8 @@ from sapwood_common.settings.config import ServiceConfig
 from sapwood_common.settings.needs import Needs
 from sapwood_common.settings.retired import retired_parts
 from sapwood_router.routing.factory import policy_names
+from sapwood_router.store.opening import FORMS, is_store
+from sapwood_router.store.records import Retention
 from sapwood_router.transport.backend.spec import BackendSpec, backend_at, has_credentials, parse_backend
 
 
@@ -37,7 +39,16 @@ def _is_origin(origin: str) -> str:
 
 
 _FORGETFUL = frozenset(
-    ("round_robin", "random", "least_load", "least_tokens", "power_of_two", "prefix_hash", "consistent_hash")
+    (
+        "round_robin",
+        "random",
+        "least_load",
+        "least_tokens",
+        "power_of_two",
+        "prefix_hash",
+        "consistent_hash",
+        "session_affinity",
+    )
 )
 """Policies that use only load, chance or the request. Whether those that packages bring do so is not known here."""
 
@@ -79,6 +90,13 @@ class WorkerSilence(Compound):
         return self
 
 
+class TokenizerGrace(Compound):
+    """``--tokenizer-grace``."""
+
+    seconds: float = Field(default=60.0, ge=0)
+    interval: float = Field(default=1.0, gt=0)
+
+
 class Resumptions(Compound):
     """``--most-resumptions``."""
 
@@ -113,13 +131,50 @@ class Bodies(Compound):
 
     bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     memory: int | None = Field(default=None, ge=1)
+    pictures: int = Field(default=1024 * 1024 * 1024, ge=1)
 
 
-class StoredResponses(Compound):
-    """``--stored-responses``."""
+class StoreSettings(Compound):
+    """``--store``."""
 
-    count: int = Field(default=1000, ge=0)
-    bytes: int = Field(default=64 * 1024 * 1024, ge=1)
+    url: str = "sqlite"
+    responses: int = Field(default=1000, ge=0)
+    bytes: int | None = Field(default=None, ge=1)
+    days: float = Field(default=30.0, ge=0)
+    files: int | None = Field(default=None, ge=0)
+
+    @field_validator("url")
+    @classmethod
+    def _is_store(cls, url: str) -> str:
+        if not is_store(url):
+            raise ValueError(f"it is none of {FORMS}")
+        return url
+
+    @property
+    def retention(self) -> Retention:
+        """What goes when."""
+        return Retention(self.responses, self._most_bytes, int(self.days * 86400))
+
+    @property
+    def file_bytes(self) -> int:
+        """``files``, or as many as there may be of the rest."""
+        return self._most_bytes if self.files is None else self.files
+
+    @property
+    def _most_bytes(self) -> int:
+        return self.bytes or (_IN_MEMORY if self.url == "memory" else _ON_DISK)
+
+
+_IN_MEMORY, _ON_DISK = 64 * 1024 * 1024, 1024 * 1024 * 1024
+"""Bytes of the store unless they are given."""
+
+
+class Batches(Compound):
+    """``--batches``."""
+
+    concurrency: int = Field(default=16, ge=0)
+    lines: int = Field(default=50_000, ge=1)
+    hours: float = Field(default=168.0, gt=0)
 
 
 class Sessions(Compound):
@@ -128,6 +183,8 @@ class Sessions(Compound):
     count: int = Field(default=64, ge=0)
     tokens: int = Field(default=65536, ge=1)
     ttl: float = Field(default=3600.0, gt=0)
+    leases: int = Field(default=262_144, ge=0)
+    lease_ttl: float = Field(default=3600.0, gt=0)
 
 
 class RouterConfig(ServiceConfig):
@@ -154,14 +211,14 @@ class RouterConfig(ServiceConfig):
         Needs(("decode_policy",), lambda config: config.disaggregate != "never", "with {disaggregate} never"),
         Needs(("queue_size.wait",), lambda config: config.queue_size.size > 0, "where {queue_size} is 0"),
         Needs(
-            ("stored_responses.bytes",),
-            lambda config: config.stored_responses.count > 0,
-            "where {stored_responses} is 0",
-        ),
-        Needs(
             ("max_sessions.tokens", "max_sessions.ttl"),
             lambda config: config.max_sessions.count > 0,
             "where {max_sessions} is 0",
+        ),
+        Needs(
+            ("max_sessions.lease_ttl",),
+            lambda config: config.max_sessions.leases > 0,
+            "where {max_sessions} has leases=0",
         ),
         Needs(
             ("retry_attempts.budget",),
@@ -176,12 +233,13 @@ class RouterConfig(ServiceConfig):
         **retired_parts("workers_dns", workers_dns_interval="interval"),
         **retired_parts("kv_events", block_index_bytes="bytes"),
         **retired_parts("worker_silence", heartbeat_ms="heartbeat_ms"),
+        **retired_parts("tokenizer_grace", health_interval="interval"),
         **retired_parts("most_resumptions", resume_grace="grace"),
         **retired_parts("queue_size", queue_wait="wait"),
         **retired_parts("retry_attempts", retry_budget="budget"),
         **retired_parts("breaker_failures", breaker_failure_rate="rate", breaker_open_seconds="open_seconds"),
         **retired_parts("max_body_bytes", body_memory_bytes="memory"),
-        **retired_parts("stored_responses", stored_response_bytes="bytes"),
+        **retired_parts("store", stored_response_bytes="bytes", stored_responses="responses"),
         **retired_parts("max_sessions", session_tokens="tokens", session_ttl="ttl"),
     }
 
@@ -258,19 +316,20 @@ class RouterConfig(ServiceConfig):
     )
     workers_dns: Annotated[WorkersDns, NoDecode] = Field(
         WorkersDns(),
-        description="NAME:PORT[,interval=SECONDS]: each address of that name is a worker, such as those of a headless service. "
+        description="[http://]NAME:PORT[,interval=SECONDS]: each address of that name is a worker, such as those of a headless "
+        "service; with http:// an HTTP worker. "
         "The name is looked up again after each interval. With --kubernetes-service it counts only while the API server does not "
         "answer.",
     )
     kubernetes_service: str | None = Field(
         None,
-        description="NAMESPACE/NAME:PORT of a Kubernetes service whose endpoints are further workers, followed through the "
-        "API server (EndpointSlices); PORT is the port's name or number.",
+        description="[http://]NAMESPACE/NAME:PORT of a Kubernetes service whose endpoints are further workers, followed through "
+        "the API server (EndpointSlices); PORT is the port's name or number; with http:// they are HTTP workers.",
     )
     policy: PolicyName = Field(
         "cache_aware",
         description="How a worker is chosen for a request: cache_aware, consistent_hash, least_load, least_tokens, "
-        "power_of_two, prefix_hash, random, round_robin, or one that an installed package brings.",
+        "power_of_two, prefix_hash, random, round_robin, session_affinity, or one that an installed package brings.",
     )
     model_policies: tuple[str, ...] = Field(
         (),
@@ -297,7 +356,6 @@ class RouterConfig(ServiceConfig):
         description="Follow the workers' KV events, so that the cache_aware policy knows what each worker holds. bytes: memory "
         "for the index that they fill.",
     )
-    health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of the tokenizer.")
     worker_silence: Annotated[WorkerSilence, NoDecode] = Field(
         WorkerSilence(),
         description="Seconds of silence after which a worker is lost; at least two heartbeats. Up to three times as long if its "
@@ -339,11 +397,11 @@ class RouterConfig(ServiceConfig):
     request_timeout: float = Field(
         600.0, gt=0, description="Seconds that a request may take; a client's own deadline counts if it is earlier."
     )
-    tokenizer_grace: float = Field(
-        60.0,
-        ge=0,
+    tokenizer_grace: Annotated[TokenizerGrace, NoDecode] = Field(
+        TokenizerGrace(),
         description="Seconds that requests, within their deadlines, wait for a tokenizer that is gone before they fail "
-        "UNAVAILABLE: at least as long as one takes until it listens. While a tokenizer says that it starts they keep waiting.",
+        "UNAVAILABLE: at least as long as one takes until it listens. While a tokenizer says that it starts they keep waiting. "
+        "interval: seconds between health checks.",
     )
     status_page: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -365,17 +423,33 @@ class RouterConfig(ServiceConfig):
         Bodies(),
         description="Largest HTTP request body and gRPC request, in bytes. memory: bytes for requests that have not come "
         "completely, for gRPC requests over 64 KiB that are being handled, and for answers that clients are slow to read. Beyond "
-        "it the largest is refused. None: three times the largest body.",
+        "it the largest is refused. None: three times the largest body. pictures: bytes for prepared pictures of requests that "
+        "run, fair between tenants; beyond it requests are refused with 429.",
     )
-    stored_responses: Annotated[StoredResponses, NoDecode] = Field(
-        StoredResponses(),
-        description="How many answers of /v1/responses are kept in memory for each tenant, so that it can ask for them again and "
-        "continue from them; 0 keeps none. bytes: memory for the kept answers of all tenants.",
+    store: Annotated[StoreSettings, NoDecode] = Field(
+        StoreSettings(),
+        description="Where responses, conversations, files and batches are kept, each for its tenant: sqlite:PATH, a file that "
+        "several routers of this machine may share; postgresql://... or redis://..., which all may share; sqlite, a file under "
+        "SAPWOOD_HOME for this port; memory, which ends with the router. responses: most responses and conversations of a "
+        "tenant; 0 keeps none. bytes: most of all tenants; none: 64 MiB in memory, elsewhere 1 GiB. days: one that is unused for "
+        "so long goes; 0: none does. files: bytes of files and batches that a tenant may have; none: as bytes says.",
+    )
+    mcp: Path | None = Field(
+        None,
+        description="YAML file with the MCP servers whose tools /v1/responses may use, and the hosts of those that requests may "
+        "name (docs/agents.md); none: there are none.",
+    )
+    batches: Annotated[Batches, NoDecode] = Field(
+        Batches(),
+        description="Lines of batches that this router runs at a time, with the lowest priority; 0: it runs none. lines: most of "
+        "a batch. hours: longest window in which a batch may be completed.",
     )
     max_sessions: Annotated[Sessions, NoDecode] = Field(
         Sessions(),
         description="Sessions that a tenant may have open; 0: there are none. tokens: how many a tenant's sessions may hold "
-        "together; workers keep them cached. ttl: longest time in seconds that a session may live unused.",
+        "together; workers keep them cached. ttl: longest time in seconds that a session may live unused. leases: tokens of "
+        "prompts that workers keep cached because a tenant's requests ask for it (prompt_cache_key, prompt_cache_retention, "
+        "cache_control); 0: none. lease_ttl: longest time in seconds for that.",
     )
     cors_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
         (),

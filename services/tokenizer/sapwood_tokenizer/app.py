@@ -33,6 +33,8 @@ from sapwood_tokenizer.encode.encoder import Encoder, EncoderOptions
 from sapwood_tokenizer.encode.fast_library import make_library
 from sapwood_tokenizer.encode.pair_template import read_pair_template
 from sapwood_tokenizer.encode.pipeline import is_bounded
+from sapwood_tokenizer.pictures.fetching import Fetcher
+from sapwood_tokenizer.pictures.preparer import PictureLimits, Preparer, start_preparer
 from sapwood_tokenizer.serve.compile_grammar import Grammars, build_grammars
 from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_tokenizer.serve.process_group import ProcessGroup, reserve_port
@@ -104,6 +106,34 @@ class Model:
     vocabulary: Vocabulary | None
     parsers: ParserDefaults
     grammars: Grammars
+    path: Path
+
+
+async def build_preparer(config: TokenizerConfig, model: Model) -> Preparer | None:
+    """What prepares pictures as configured; None: the model takes none, its files do not say how, or they are turned off."""
+    given = config.pictures
+    if not given.on:
+        return None
+    limits = PictureLimits(
+        most=given.most,
+        max_bytes=given.max_bytes,
+        max_pixels=given.max_pixels,
+        seconds=given.seconds,
+        processes=given.processes,
+        memory_bytes=given.memory_mb << 20,
+        request_bytes=int(given.max_mb * 2**20),
+        held_bytes=int(given.held_mb * 2**20),
+        cache_bytes=int(given.cache_mb * 2**20),
+        frames=given.frames,
+        video_seconds=given.video_seconds,
+    )
+    hosts = [host for host in given.hosts.split(";") if host]
+    fetcher = Fetcher(hosts, given.max_bytes, given.seconds)
+    try:
+        return await start_preparer(model.path, model.loaded.tokenizer, fetcher, limits)
+    except ConfigError as error:
+        logger.warning("pictures are refused: %s", error)
+        return None
 
 
 def load_model(config: TokenizerConfig, path: Path) -> Model:
@@ -118,7 +148,7 @@ def load_model(config: TokenizerConfig, path: Path) -> Model:
         refuse_idle(config, OF_ENCODERS)
     vocabulary = vocabulary_of(loaded)
     parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-    model = Model(name, loaded, vocabulary, parsers, build_grammars(path, loaded, config))
+    model = Model(name, loaded, vocabulary, parsers, build_grammars(path, loaded, config), path)
     gc.freeze()  # collections then skip what is loaded, and forked processes do not copy it
     return model
 
@@ -228,6 +258,7 @@ async def serve(
             library = await start_library(model.loaded.tokenizer, model.loaded.origin)
         encoder = await asyncio.to_thread(build_encoder, model.loaded, config, library)
         renderer = await start_renderer(model.loaded, config.template_timeout)
+        preparer = None if renderer is None else await build_preparer(config, model)
     except BaseException:
         await server.stop(0)
         raise
@@ -240,6 +271,7 @@ async def serve(
         encoder,
         renderer,
         read_pair_template(model.loaded.tokenizer) if library is None else library.pair,
+        preparer,
         limits,
         server.draining,
         model.grammars,
@@ -250,6 +282,8 @@ async def serve(
         lambda: {"exact": encoder.exact_cache, "prefix": encoder.prefix_cache},
         lambda: service.open_streams,
         lambda: encoder.encoded,
+        lambda: {} if preparer is None else preparer.counts,
+        lambda: {} if preparer is None else preparer.seconds,
     )
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
@@ -262,6 +296,8 @@ async def serve(
     await model.grammars.close()
     if renderer is not None:
         await renderer.close()
+    if preparer is not None:
+        await preparer.close()
     if library is not None:
         await library.close()
     await asyncio.to_thread(tracing.close)

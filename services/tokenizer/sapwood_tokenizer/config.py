@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from sapwood_common.models.needs import OF_HUB
-from sapwood_common.settings.compound import Compound
+from sapwood_common.settings.compound import Compound, Switch
 from sapwood_common.settings.config import ServiceConfig
 from sapwood_common.settings.retired import retired_parts
 
@@ -44,6 +44,24 @@ class Caches(Compound):
 
     exact: float = Field(default=32.0, ge=0)
     prefix: float = Field(default=64.0, ge=0)
+
+
+class Pictures(Switch):
+    """``--pictures``."""
+
+    on: bool = True
+    hosts: str = ""
+    most: int = Field(default=16, ge=1)
+    max_bytes: int = Field(default=20 << 20, ge=1)
+    max_pixels: int = Field(default=50_000_000, ge=1)
+    seconds: float = Field(default=10.0, gt=0)
+    processes: int = Field(default=2, ge=1)
+    memory_mb: int = Field(default=1024, ge=64)
+    max_mb: float = Field(default=48.0, gt=0)
+    held_mb: float = Field(default=1024.0, gt=0)
+    cache_mb: float = Field(default=256.0, ge=0)
+    frames: int = Field(default=64, ge=1, le=768)
+    video_seconds: float = Field(default=600.0, gt=0)
 
 
 class TokenizerConfig(ServiceConfig):
@@ -126,4 +144,14 @@ class TokenizerConfig(ServiceConfig):
         Caches(),
         description="EXACT[,prefix=PREFIX]: memory in MiB for token ids of whole texts (exact), and of text between special "
         "tokens (prefix); 0 is off.",
+    )
+    pictures: Annotated[Pictures, NoDecode] = Field(
+        Pictures(),
+        description="ON[,PART=VALUE...]: take pictures, for models that do. hosts: hosts that pictures may be fetched from over "
+        "https, with ; between; none: pictures come in the request. most: pictures in a request. max_bytes: largest file. "
+        "max_pixels: most pixels of a picture, before it is resized. seconds: that fetching or decoding may take. processes, "
+        "memory_mb: in which pictures are decoded, and memory of each in MiB. max_mb: most pixels of a request. "
+        "held_mb: most of all that are being prepared, fair between tenants. "
+        "cache_mb: memory for prepared pictures, in MiB. frames: most frames of a video that a model is shown. video_seconds: "
+        "length of the longest video.",
     )

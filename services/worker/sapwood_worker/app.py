@@ -6,13 +6,15 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import Coroutine
 from ipaddress import ip_address
 from typing import Any, NoReturn
 
 from sapwood.v1 import worker_pb2_grpc
 from sapwood_common.contract.seeds import Seeds
-from sapwood_common.errors import ConfigError
+from sapwood_common.errors import ConfigError, SapwoodError
 from sapwood_common.grammar.compiler import CompilerLimits
+from sapwood_common.models.adapters import find_adapter
 from sapwood_common.models.model_files import model_name
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
@@ -23,6 +25,8 @@ from sapwood_net.sockets.tls import server_tls
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.kv_event_publisher import KvEventPublisher
+from sapwood_worker.front.lora_resolvers import make_resolver
+from sapwood_worker.front.loras import Loras
 from sapwood_worker.front.metrics import EngineObserver, WorkerMetrics
 from sapwood_worker.front.served_model import RequestGrammars, ServedModel
 from sapwood_worker.front.service import SERVICE, UNCOUNTED, WorkerService
@@ -31,6 +35,7 @@ from sapwood_worker.ipc.messages import staged_receive, staged_send, stages_are_
 from sapwood_worker.ipc.nodes import Nodes, serve_node
 from sapwood_worker.ipc.supervisor import MODEL_RUNNER, SchedulerProcess, Supervisor
 from sapwood_worker.records.model_info import ModelInfo, SumChoices
+from sapwood_worker.settings import named_loras
 
 logger = logging.getLogger(__name__)
 
@@ -92,20 +97,28 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     )
     send = staged_send(scheduler.send) if stages_are_logged() else scheduler.send
     engine = Engine(send, EngineObserver(worker_metrics, tracing), config.role, config.max_waiting)
+    slots = config.lora_slots
+    loras = Loras(
+        engine, find_adapter, int(slots.host_gb * 2**30), named_loras(config.lora), make_resolver(slots.resolver)
+    )
+    loras.reserved = frozenset({name})
+    loras.loads, loras.on_change = lambda: engine.load.loras, engine.news
     health = _Health(server, engine.liveness)
     worker_metrics.watch(lambda: engine.load)
+    worker_metrics.watch_loras(loras)
     worker_metrics.watch_experts(
         lambda: engine.experts, lambda: 0 if service.model is None else service.model.info.expert_tile_sizes
     )
     worker_metrics.watch_sums(
         lambda: engine.sums, lambda: SumChoices() if service.model is None else service.model.info.all_reduce
     )
+    worker_metrics.watch_pictures(lambda: engine.picture_use)
     worker_metrics.watch_liveness(engine.liveness)
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
     )
     logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
-    service = WorkerService(engine, server.draining, health.drain, telemetry, Seeds(config.random_seed))
+    service = WorkerService(engine, server.draining, health.drain, telemetry, Seeds(config.random_seed), loras)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     if sglang is not None:
         sglang.add_to(server.grpc, service, engine, config, server.draining)
@@ -117,7 +130,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         serving = asyncio.ensure_future(
             serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.wait_idle)
         )
-        running = asyncio.ensure_future(_run(config, name, port, scheduler, engine, service, server, health))
+        running = asyncio.ensure_future(_run(config, name, port, scheduler, engine, service, server, health, loras))
         ends: set[asyncio.Future[Any]] = {running, serving}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -145,10 +158,12 @@ async def _run(
     service: WorkerService,
     server: ServiceServer,
     health: _Health,
+    loras: Loras,
 ) -> NoReturn:
     """Serves one scheduler process after the other. Raises ConfigError if the first cannot start."""
     grammars: RequestGrammars | None = None
     publishers: list[KvEventPublisher] = []
+    running: asyncio.Future[str] | None = None
 
     try:
         while True:
@@ -158,29 +173,77 @@ async def _run(
                 "%s (%s, %s) loaded in %.1f s: %d pages of %d tokens",
                 *(name, info.architecture, info.dtype, time.monotonic() - started, info.num_pages, info.page_size),
             )
+            first = grammars is None
             if grammars is None:
                 grammars = RequestGrammars(info, CompilerLimits(timeout=config.structured_output.timeout))
                 publishers = _publishers(config, engine, info)
             epoch = time.time_ns()
             engine.scheduler_started(epoch)
+            receive = staged_receive(engine.receive) if stages_are_logged() else engine.receive
+            running = asyncio.ensure_future(scheduler.run(receive, engine.liveness, health.changed))
+            loras.slots = info.lora_slots
+            service.sleeper.started()
+            if not first:
+                await _restored(service.weights.started(), running)
+            await _load_pinned(loras, running, first=first)
             gc.freeze()  # collections then skip what is loaded: they take 80 ms of the event loop with it
             service.model = ServedModel(
                 name, info, epoch, grammars, info.attention_ranks * (config.max_running or 0) or info.max_running
             )
             await health.loaded(True)
             announce(logger, "listening on %s:%d", config.host, port)
-            receive = staged_receive(engine.receive) if stages_are_logged() else engine.receive
-            reason = await scheduler.run(receive, engine.liveness, health.changed)
+            reason = await running
             logger.error("the scheduler process stopped: %s", reason)
             service.model = None
             engine.scheduler_lost(reason)
+            loras.lost()
             await health.loaded(False)
             await scheduler.start()
     finally:
+        if running is not None:
+            running.cancel()
+            await asyncio.wait({running})
         for publisher in publishers:
             publisher.close()
         if grammars is not None:
             await grammars.close()
+
+
+async def _restored(work: Coroutine[Any, Any, None], running: asyncio.Future[str]) -> None:
+    """Waits until weights are read again, or the scheduler process has ended."""
+    restoring = asyncio.ensure_future(work)
+    ends: set[asyncio.Future[Any]] = {restoring, running}
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        restoring.cancel()
+        await asyncio.wait({restoring})
+
+
+async def _load_pinned(loras: Loras, running: asyncio.Future[str], *, first: bool) -> None:
+    """Loads the adapters that stay in memory, unless the scheduler process ends meanwhile.
+
+    Args:
+        loras: All adapters.
+        running: Ends with the scheduler process.
+        first: Whether it is the worker's start.
+
+    Raises:
+        ConfigError: At the start, one cannot be loaded. Later only the log says so.
+    """
+    loading = asyncio.ensure_future(loras.started())
+    ends: set[asyncio.Future[Any]] = {loading, running}
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            await loading
+    except SapwoodError as error:
+        if first:
+            raise ConfigError(f"--lora: {error.message}") from error
+        logger.error("--lora: %s", error.message)
+    finally:
+        loading.cancel()
+        await asyncio.wait({loading})
 
 
 class _Health:

@@ -18,7 +18,10 @@ from sapwood_worker.settings import (
     Kernels,
     KvEvents,
     KvTransfer,
+    LoraNames,
+    LoraSlots,
     ModelSettings,
+    Pictures,
     PrefixCaching,
     QueuePolicy,
     Role,
@@ -38,6 +41,7 @@ class WorkerConfig(ModelSettings):
         **ModelSettings.retired,
         **retired_parts("sglang", sglang_tokenizer="tokenizer"),
         "kernels_wait": Retired("kernels", "wait", switch=True),
+        **retired_parts("kernels", expert_tuning="tuning"),
         **retired_parts("cuda_graphs", cuda_graph_max_batch="max_batch"),
         **retired_parts("policy", starved_after="starved_after"),
         **retired_parts("watchdog_timeout", watchdog_restart="restart"),
@@ -126,11 +130,12 @@ class WorkerConfig(ModelSettings):
     )
     kernels: Annotated[Kernels, NoDecode] = Field(
         Kernels(),
-        description="PATH[,wait=on], on a GPU. PATH: an archive that `sapwood kernels build` has written, or a folder of "
-        "archives: the one for this GPU and these packages is used. Kernels in the archive need no compilation, unless "
+        description="PATH[,wait=on][,tuning=60], on a GPU. PATH: an archive that `sapwood kernels build` has written, or a "
+        "folder of archives: the one for this GPU and these packages is used. Kernels in the archive need no compilation, unless "
         "they have changed since. wait: wait for FlashInfer's libraries before the first request, if they have to be compiled, "
         "which takes a minute or two. Otherwise Triton's kernels compute prompts until the libraries are there, and decodes "
-        "until the worker starts again.",
+        "until the worker starts again. tuning: most seconds that a model's first start spends on measuring tile sizes for its "
+        "experts' products; the result is kept in ~/.cache/sapwood for later starts. 0: a cost model chooses tile sizes.",
     )
     cuda_graphs: Annotated[CudaGraphs, NoDecode] = Field(
         CudaGraphs(),
@@ -138,17 +143,12 @@ class WorkerConfig(ModelSettings):
         "starts sooner and has more memory for the KV cache, but each step of a small batch takes longer. max_batch: most tokens "
         "of a decode step that is captured; larger steps are computed like prompts. None: as many as requests may run.",
     )
-    expert_tuning: float = Field(
-        60.0,
-        ge=0,
-        description="On a GPU, most seconds that a model's first start spends on measuring tile sizes for its experts' products. "
-        "The result is kept in ~/.cache/sapwood for later starts. 0: a cost model chooses tile sizes.",
-    )
     policy: Annotated[QueuePolicy, NoDecode] = Field(
         QueuePolicy(),
         description="Order of a tenant's requests in the queue: fcfs (by arrival), lpm (longest cached prefix first), "
-        "dfs-weight (the branch of the prefix tree with the most requests first), lof (longest output first) or priority (by the "
-        "requests' priority; a higher one pushes running requests of a lower one back into the queue). starved_after: steps "
+        "dfs-weight (the branch of the prefix tree with the most requests first), lof (longest output first), random "
+        "or priority (by the requests' priority; a higher one pushes running requests of a lower one back into the "
+        "queue). starved_after: steps "
         "after which a waiting request is no longer overtaken by what the policy prefers, and a tenant that had no request "
         "admitted gets a turn.",
     )
@@ -249,8 +249,8 @@ class WorkerConfig(ModelSettings):
     structured_output: Annotated[StructuredOutput, NoDecode] = Field(
         StructuredOutput(),
         description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary. backend: "
-        "llguidance, xgrammar (of the extra [xgrammar]) or a package's own. jump_forward: append tokens that a grammar forces "
-        "without asking the model; outputs are the same with and without. timeout: most seconds to compile a grammar that comes "
+        "llguidance, xgrammar (of the extra [xgrammar]) or a package's own. jump_forward: text that a grammar forces takes no "
+        "steps of its own; outputs are the same with and without. timeout: most seconds to compile a grammar that comes "
         "as a bare source, and to build one with xgrammar.",
     )
     speculate: SpeculateChoice = Field(
@@ -261,6 +261,29 @@ class WorkerConfig(ModelSettings):
         "same vocabulary, where it pays; eagle:MODEL asks an EAGLE-3 head that was trained for the model; mtp asks the layer "
         "for multi-token prediction in the model's own checkpoint (DeepSeek, GLM); off drafts nothing. MODEL is a name as for "
         "--model.",
+    )
+
+    pictures: Annotated[Pictures, NoDecode] = Field(
+        Pictures(),
+        description="Load the vision part of a model that has one and take pictures; --no-pictures serves text alone. cache_mb: "
+        "memory of the device for pictures' encodings that are kept, in MiB. host_mb: the host's memory for those that a GPU "
+        "gave up. max_mb: most pixels of a request, in MiB. step_tokens: tokens of pictures that a step may encode, of several "
+        "pictures; none: as many as a step computes.",
+    )
+    lora_slots: Annotated[LoraSlots, NoDecode] = Field(
+        LoraSlots(),
+        description="SLOTS[,rank=RANK]: how many LoRA adapters the device holds at once, so that requests for them run in one "
+        "batch; others wait in the host's memory. 0: none, and none can be loaded. rank: the largest rank of an adapter. A slot "
+        "takes memory for that rank in all projections of the model. host_gb: GiB of the host's memory for adapters; those that "
+        "nobody uses are dropped, and read again, when others need their room. resolver: finds adapters that requests name and "
+        "that are not known: folder:FOLDER or folder:URL, where the adapter NAME is FOLDER/NAME, or NAME:ARGUMENT of a package's "
+        "own; empty: nobody does.",
+    )
+    lora: LoraNames = Field(
+        (),
+        description="NAME=PATH ...: LoRA adapters that requests may name. PATH: a folder in PEFT's format, a name on the hub "
+        "(owner/name), or a URL that fsspec reads. Each is read when a request first names it; with PATH,pinned before the "
+        "worker is ready, and it stays in memory. Others can be loaded while it runs: sapwood lora load.",
     )
 
     @property

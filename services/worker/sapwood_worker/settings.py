@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, Field
 from pydantic_settings import NoDecode
@@ -117,6 +117,7 @@ class Kernels(Compound):
 
     path: Path | None = None
     wait: bool = False
+    tuning: float = Field(default=60.0, ge=0)
 
 
 class CudaGraphs(Switch):
@@ -129,7 +130,7 @@ class CudaGraphs(Switch):
 class QueuePolicy(Compound):
     """``--policy``."""
 
-    name: Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"] = "fcfs"
+    name: Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"] = "fcfs"
     starved_after: int = Field(default=1024, ge=1)
 
 
@@ -191,7 +192,61 @@ class StructuredOutput(Switch):
     timeout: float = Field(default=10.0, gt=0)
 
 
+class LoraSlots(Compound):
+    """``--lora-slots``."""
+
+    slots: int = Field(default=0, ge=0)
+    rank: int = Field(default=64, ge=1, le=512)
+    host_gb: float = Field(default=4.0, gt=0)
+    resolver: str = ""
+
+
+class Pictures(Switch):
+    """``--pictures``."""
+
+    on: bool = True
+    cache_mb: float = Field(default=512.0, ge=0)
+    host_mb: float = Field(default=1024.0, ge=0)
+    max_mb: float = Field(default=48.0, gt=0, le=48)
+    step_tokens: int | None = Field(default=None, ge=1)
+
+
+PINNED = ",pinned"
+"""Ends a value of ``--lora`` whose adapter stays in memory."""
+
+
+def named_loras(values: Iterable[str]) -> list[tuple[str, str, bool]]:
+    """The adapters that ``--lora`` names: name, path, and whether each stays in memory.
+
+    Raises:
+        ValueError: A value is malformed, or names one twice.
+    """
+    found: dict[str, tuple[str, str, bool]] = {}
+    for value in values:
+        name, equals, path = value.partition("=")
+        pinned = path.endswith(PINNED)
+        path = path.removesuffix(PINNED)
+        if not (name.strip() and equals and path):
+            raise ValueError(f"{value!r}: write NAME=PATH, or NAME=PATH{PINNED}")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        found[name] = name, path, pinned
+    return list(found.values())
+
+
+def _are_loras(values: tuple[str, ...]) -> tuple[str, ...]:
+    named_loras(values)
+    return values
+
+
+LoraNames = Annotated[tuple[str, ...], AfterValidator(_are_loras)]
+
+
 # What a worker's settings need to have an effect.
+
+
+def _has_lora_slots(config: Any) -> bool:
+    return bool(config.lora_slots.slots)
 
 
 NEEDS = (
@@ -252,6 +307,16 @@ NEEDS = (
         ("speculate",),
         lambda config: not config.data_parallel_attention or config.speculate in ("auto", "prefix", "off"),
         "with {data_parallel_attention}, unless it is auto, prefix or off",
+    ),
+    Needs(
+        ("lora", "lora_slots.rank", "lora_slots.host_gb", "lora_slots.resolver"),
+        _has_lora_slots,
+        "without {lora_slots}",
+    ),
+    Needs(
+        ("lora_slots",),
+        lambda config: not config.data_parallel_attention,
+        "with {data_parallel_attention}: a rank does not know the adapters of other ranks' rows",
     ),
     Needs(("expert_parallel.redundant",), lambda config: config.expert_parallel.on, "without {expert_parallel} on"),
     Needs(

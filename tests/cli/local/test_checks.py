@@ -39,8 +39,8 @@ def test_a_service_that_ends_at_the_start_says_why_once(
 ) -> None:
     model = folder(tmp_path, num_attention_heads=8) and tmp_path
     (model / "tokenizer.json").write_bytes((dummy_model / "tokenizer.json").read_bytes())
-    (model / "config.json").write_text('{"architectures": ["FooForCausalLM"]}')
-    assert main(["up", str(model), "--ports", "auto", "--workers", "1"]) == 1
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "hidden_size": 0}')
+    assert main(["up", str(model), "--ports", "auto", "--workers", "2"]) == 1
     shown = capsys.readouterr()
-    assert (shown.out + shown.err).count("architecture FooForCausalLM is not supported") == 1
-    assert "worker-0 ended with exit code 1; the lines above say why" in shown.err
+    assert (shown.out + shown.err).count("hidden_size is 0") == 1  # the other worker has nothing to add
+    assert "ended with exit code 1; the lines above say why" in shown.err

@@ -85,6 +85,23 @@ def a_tool_call() -> None:
 
 
 @call
+def log_probabilities_and_several_answers() -> None:
+    scored = dspy.LM("openai/demo", engine="litellm", logprobs=True, max_tokens=3, temperature=0.0, **WHERE)
+    (found,) = scored("Say hello.")
+    assert found["text"] and len(found["logprobs"].content) == 3
+    assert len(dspy.LM("openai/demo", engine="litellm", max_tokens=2, temperature=0.7, n=3, **WHERE)("Say hello.")) == 3
+
+
+@call
+def an_optimiser_that_scores_by_a_metric() -> None:
+    examples = [dspy.Example(thing=thing, colour="blue").with_inputs("thing") for thing in ("the sky", "the sea")]
+    teach = dspy.BootstrapFewShot(metric=lambda example, found, trace=None: found.colour in ("red", "green", "blue"))
+    taught = teach.compile(dspy.Predict(Paint), trainset=examples)
+    assert len(taught.demos) == 2
+    assert taught(thing="grass").colour in ("red", "green", "blue")
+
+
+@call
 def embeddings() -> None:
     embedder = dspy.Embedder("openai/demo", api_base=sys.argv[1], api_key="none", caching=False)
     assert embedder(["a", "b"]).shape == (2, 640)

@@ -206,7 +206,7 @@ def impatience_and_mistakes_are_told_plainly() -> None:
     expect(openai.APITimeoutError, openai.InternalServerError, timeout=0.01, max_tokens=500)
     expect(openai.NotFoundError, model="gpt-4o")
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-    assert expect(openai.BadRequestError, messages=image).param == "messages[0].content[0].type"
+    assert expect(openai.BadRequestError, messages=image).param == "messages[0].content[0]"
     assert expect(openai.BadRequestError, web_search_options={}).param == "web_search_options"
     try:
         client.moderations.create(model="demo", input="hi")

@@ -14,6 +14,8 @@ from sapwood_router.edges.grpc.convert import embed_request_of, tool_choice_of
 from sapwood_router.edges.grpc.convert_operators import to_pause_mode
 from sapwood_router.request.caller import Caller
 from sapwood_worker.front.convert import to_pooling, to_role, to_tier_names
+from sapwood_worker.front.sleep import to_memory
+from sapwood_worker.front.weights import to_in_flight
 from sapwood_worker.records.model_info import ModelInfo
 
 INFO = ModelInfo(
@@ -22,7 +24,10 @@ INFO = ModelInfo(
 READERS: dict[str, Callable[[int], Any]] = {
     "WorkerEmbedRequest.pooling": lambda value: to_pooling(value, INFO),  # type: ignore[arg-type]
     "SetRoleRequest.role": to_role,  # type: ignore[dict-item]
+    "UpdateWeightsRequest.in_flight": to_in_flight,  # type: ignore[dict-item]
     "ClearCacheRequest.tiers": lambda value: to_tier_names(worker_pb2.ClearCacheRequest(tiers=[value])),  # type: ignore[list-item]
+    "SleepRequest.memory": lambda value: to_memory([value]),  # type: ignore[list-item]
+    "WakeUpRequest.memory": lambda value: to_memory([value]),  # type: ignore[list-item]
     "PauseRequestsRequest.mode": to_pause_mode,  # type: ignore[dict-item]
     "RouterGenerateRequest.tool_choice": lambda value: tool_choice_of(
         router_pb2.RouterGenerateRequest(tool_choice=value)  # type: ignore[arg-type]

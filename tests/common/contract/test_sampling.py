@@ -36,6 +36,8 @@ def test_a_field_is_named_in_few_files() -> None:
         "protos/sapwood/v1/common.proto",
         "services/common/sapwood_common/contract/sampling.py",
         "sapwood/generation.py",
+        "sapwood/lang/nodes.py",
+        "sapwood/lang/backends/openai.py",
         "services/worker/sapwood_worker/model/sampling/row_settings.py",
         "kernels/sapwood_kernels/sampling/cpu_sampling.py",
         "kernels/sapwood_kernels/sampling/triton_sampling.py",
@@ -48,7 +50,7 @@ def test_a_field_is_named_in_few_files() -> None:
 GIVEN: dict[str, Any] = {
     "temperature": 0.0, "top_k": 4, "top_p": 0.5, "min_p": 0.25, "seed": 0, "max_tokens": 9, "stop_token_ids": (1, 2),
     "ignore_eos": True, "frequency_penalty": -2.0, "presence_penalty": 2.0, "repetition_penalty": 1.5,
-    "logit_bias": {5: -100.0, 7: 1.5}, "min_tokens": 3, "logprobs": 0, "prompt_logprobs": 20,
+    "logit_bias": {5: -100.0, 7: 1.5}, "min_tokens": 3, "logprobs": 0, "prompt_logprobs": 20, "prompt_logprobs_start": 7,
     "allowed_token_ids": (0, 2**32 - 1), "bad_words_ids": ((3,), (4, 5)),
     "speculate": False,
     "logit_processors": (LogitProcessorCall("one", {"a": [1, {"b": None}]}), LogitProcessorCall("two")),

@@ -120,3 +120,31 @@ def test_a_pipe_is_no_gguf_file_and_keeps_nobody_waiting(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "x.gguf")
     with pytest.raises(GgufError, match="is no file"):
         GgufFile(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("where", ["key", "tensor", "text", "token"])
+def test_a_string_longer_than_any_is_refused_before_decoding(tmp_path: Path, where: str) -> None:
+    long = struct.pack("<Q", (1 << 24) + 1) + b"\xff" * ((1 << 24) + 1)
+    named = struct.pack("<Q", 1) + b"k"
+    head = b"GGUF" + struct.pack("<IQQ", 3, where == "tensor", where != "tensor")
+    body = {
+        "key": long,
+        "tensor": long,
+        "text": named + struct.pack("<I", 8) + long,
+        "token": named + struct.pack("<IIQ", 9, 8, 1) + long,
+    }[where]
+    path = tmp_path / "long.gguf"
+    path.write_bytes(head + body)
+    with pytest.raises(GgufError, match=r"a string of 16777217 bytes|more bytes than"):
+        GgufFile(path)
+
+
+def test_the_only_tensor_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    def tensor(name: bytes) -> bytes:
+        return struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 1, 0, 0)
+
+    names = [b"t%d" % number for number in range(50_000)] + [b"t49999"]
+    path = tmp_path / "twice.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(names), 0) + b"".join(map(tensor, names)))
+    with pytest.raises(GgufError, match=r"tensor 't49999' is there twice"):
+        GgufFile(path)

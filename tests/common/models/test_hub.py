@@ -239,15 +239,39 @@ def test_what_cannot_be_fetched_is_one_line_that_says_what_to_do(
 
 def test_a_model_without_config_or_safetensors_is_refused(hub_server: HubServer, cache: Path) -> None:
     hub_server.repos["someone/odd"] = Repo()
-    hub_server.repos["someone/odd"].commit({"README.md": b"", "pytorch_model.bin": b"x"})
+    hub_server.repos["someone/odd"].commit({"README.md": b"", "model.onnx": b"x"})
     hub = Hub(hub_server.url, cache)
     assert "holds no config.json" in refusal(hub, HubName("someone/odd"))
-    hub_server.repos["someone/odd"].commit({"config.json": b"{}", "pytorch_model.bin": b"x"})
+    hub_server.repos["someone/odd"].commit({"config.json": b"{}", "model.onnx": b"x"})
     assert "has no model.safetensors: weights are read from safetensors" in refusal(hub, HubName("someone/odd"))
     index = {"config.json": b"{}", "model.safetensors.index.json": b"not json"}
     hub_server.repos["someone/odd"].commit(index)
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: cannot be read"):
         hub.find(HubName("someone/odd"))
+
+
+@pytest.mark.parametrize(
+    ("there", "fetched"),
+    [
+        ({"pytorch_model.bin": b"w", "colbert_linear.pt": b"x"}, {"pytorch_model.bin"}),
+        ({"pytorch_model.bin": b"w", "model.safetensors": b"s"}, {"model.safetensors"}),
+        (
+            {
+                "pytorch_model.bin.index.json": b'{"weight_map": {"a": "one.bin", "b": "two.bin"}}',
+                "one.bin": b"1",
+                "two.bin": b"2",
+            },
+            {"pytorch_model.bin.index.json", "one.bin", "two.bin"},
+        ),
+    ],
+)
+def test_a_model_without_safetensors_is_fetched_in_torchs_format(
+    hub_server: HubServer, cache: Path, there: dict[str, bytes], fetched: set[str]
+) -> None:
+    hub_server.repos["someone/old"] = Repo()
+    hub_server.repos["someone/old"].commit({"config.json": b"{}", **there})
+    found = Hub(hub_server.url, cache).find(HubName("someone/old"))
+    assert files_in(found.path) == {"config.json", *fetched}
 
 
 def test_more_than_the_disk_holds_is_refused_before_it_is_fetched(hub_server: HubServer, cache: Path) -> None:

@@ -64,6 +64,14 @@ class Queue:
         return self.gone
 
 
+def test_without_a_queue_a_request_is_refused_at_once() -> None:
+    queue = Queue(most_waiting=0)
+    with pytest.raises(ResourceExhaustedError, match="no request may wait") as caught:
+        queue.enter("a")
+    assert caught.value.retry_after is not None and caught.value.retry_after >= 1.0
+    assert queue.admission.waiting == 0
+
+
 def test_first_come_first_served_within_a_tenant_and_more_important_ones_before() -> None:
     queue = Queue()
     for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", -1), ("e", 5)):

@@ -30,7 +30,7 @@ async def test_below_messages_errors_have_anthropics_shape(cluster, method, path
 
 async def test_what_says_that_it_is_anthropics_is_answered_so(cluster) -> None:
     says = {"anthropic-version": "2023-06-01"}
-    for path in ("/v1/files", "/v1/models/none"):
+    for path in ("/v1/skills", "/v1/models/none"):
         answer = await cluster.http.get(path, headers=says)
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
         answer = await cluster.http.get(path)

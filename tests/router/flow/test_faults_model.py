@@ -89,6 +89,7 @@ class Request:
     begun: PlainBreaker | None = None
     tries: list[str] = field(default_factory=list)
     losses: int = 0
+    moves: int = 0
     end: str | None = None
 
 
@@ -253,6 +254,7 @@ class Faults(RuleBasedStateMachine):
             self.end_permit(request, outcome_of(error))
         self.leave_worker(request)
         request.losses += isinstance(error, WorkerLostError) and not isinstance(error, WorkerLeftError)
+        request.moves += isinstance(error, WorkerLeftError)
         delay = request.failover.after(error, name, request.deadline)
         if isinstance(error, WorkerLostError):
             assert (delay is not None) == (request.losses <= MOST_LOSSES)
@@ -303,7 +305,7 @@ class Faults(RuleBasedStateMachine):
     def retries_are_bounded(self) -> None:
         assert sum(at > self.clock.now - 9.0 for at in self.retries) <= RETRY.reserve
         for request in self.requests:
-            assert len(request.tries) <= RETRY.attempts + MOST_LOSSES
+            assert len(request.tries) <= RETRY.attempts + MOST_LOSSES + request.moves
 
 
 Faults.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -180,7 +180,9 @@ async def test_failed_requests_leave_a_session_unchanged_and_one_runs_at_a_time(
 class NoPins:
     """Nobody to pin at."""
 
-    async def pin(self, address: str, name: str, token_ids: Any, cache_salt: str, seconds: float) -> int:
+    async def pin(
+        self, address: str, name: str, token_ids: Any, cache_salt: str, seconds: float, lora: str = ""
+    ) -> int:
         return 0
 
     async def unpin(self, address: str, name: str) -> None:

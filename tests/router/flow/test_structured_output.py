@@ -148,13 +148,14 @@ async def test_requests_to_which_clients_gave_one_id_keep_to_their_own_deadlines
     deadlines, gate = [], asyncio.Event()
 
     async def call(method: object, request: object, request_id: str, deadline: float) -> object:
-        deadlines.append(deadline)
+        if request is asked_for:  # the router may still be reading the vocabulary
+            deadlines.append(deadline)
         await gate.wait()
         return tokenizer_pb2.CompileGrammarResponse(compiled=b"c")
 
     monkeypatch.setattr(client, "_call", call)
-    request = tokenizer_pb2.CompileGrammarRequest(grammar=common_pb2.Grammar(regex="a"))
-    asked = [asyncio.ensure_future(client.compile_grammar(request, "id", deadline)) for deadline in (1.0, 1.0, 2.0)]
+    asked_for = tokenizer_pb2.CompileGrammarRequest(grammar=common_pb2.Grammar(regex="a"))
+    asked = [asyncio.ensure_future(client.compile_grammar(asked_for, "id", deadline)) for deadline in (1.0, 1.0, 2.0)]
     await asyncio.sleep(0.01)
     gate.set()
     assert {(await each).compiled for each in asked} == {b"c"}

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_testing.worker.no_loras import no_loras
 from sapwood_worker.front.convert import to_announced, to_response
 from sapwood_worker.front.engine import Generation
 from sapwood_worker.records.handoff import HandoffTicket
@@ -56,11 +57,11 @@ def test_the_ticket_stands_for_all_that_was_announced() -> None:
 
 
 def test_only_decode_workers_read_ahead_and_a_false_ticket_is_refused() -> None:
-    told = worker_pb2.HandoffAnnouncement(token_ids=[1, 2, 3])
+    told, none = worker_pb2.HandoffAnnouncement(token_ids=[1, 2, 3]), no_loras()
     told.ticket.transfer_id, told.ticket.first_page = bytes(16), 4
-    assert to_announced(told, ("both", "prefill")) is None
-    pages = to_announced(told, ("decode", "prefill"))
+    assert to_announced(told, ("both", "prefill"), none) is None
+    pages = to_announced(told, ("decode", "prefill"), none)
     assert pages is not None and pages.ticket.first_page == 4 and len(pages.token_ids) == 12
     told.ticket.places.append(3)
     with pytest.raises(InvalidArgumentError, match="ticket"):
-        to_announced(told, ["decode"])
+        to_announced(told, ["decode"], none)

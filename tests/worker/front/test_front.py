@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,6 +17,7 @@ from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import request_id_var
 from sapwood_common.telemetry.metrics import MetricSet
 from sapwood_common.telemetry.tracing import Tracing
+from sapwood_testing.worker.no_loras import no_loras
 from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.metrics import EngineObserver, WorkerMetrics
 from sapwood_worker.front.served_model import ServedModel
@@ -94,7 +96,9 @@ async def front() -> AsyncIterator[Front]:
     async def begin_drain() -> None:
         made.draining.set()
 
-    service = WorkerService(engine, made.draining, begin_drain, RpcTelemetry(MetricSet(), Tracing()), Seeds(7))
+    service = WorkerService(
+        engine, made.draining, begin_drain, RpcTelemetry(MetricSet(), Tracing()), Seeds(7), no_loras()
+    )
     service.model = ServedModel("fake", INFO, 1, made.grammars, 4)  # type: ignore[arg-type]
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     await server.start()
@@ -125,6 +129,24 @@ async def test_of_a_request_with_many_inputs_half_as_many_are_submitted_as_may_w
             submitted.append(await front.submitted())
     assert len((await call).embeddings) == 2048
     assert front.sent.empty()
+
+
+async def test_all_requests_of_a_tenant_together_submit_half_as_many_inputs_as_may_wait(front: Front) -> None:
+    def embed(tenant: str) -> Any:
+        inputs = [common_pb2.TokenIds(ids=[number % 7]) for number in range(300)]
+        return front.stub.Embed(worker_pb2.WorkerEmbedRequest(inputs=inputs, tenant=tenant))
+
+    calls = [embed("alice") for _ in range(4)]
+    submitted = [await front.submitted() for _ in range(512)]
+    assert front.sent.empty()
+    calls.append(embed("bob"))
+    submitted += [await front.submitted() for _ in range(300)]
+    assert [each.terms.tenant for each in submitted[512:]] == ["bob"] * 300
+    for number in range(1500):
+        front.end(submitted[number], np.array([1, 0], np.float32).tobytes())
+        if len(submitted) < 1500 and submitted[number].terms.tenant == "alice":
+            submitted.append(await front.submitted())
+    assert [len((await call).embeddings) for call in calls] == [300] * 5
 
 
 async def test_a_drain_waits_for_embeddings(front: Front) -> None:

@@ -20,6 +20,7 @@ from sapwood_common.contract.seeds import child_seed
 from sapwood_common.errors import UnavailableError
 from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_testing.worker.fake_runner import continuation
+from sapwood_testing.worker.no_loras import no_loras
 from sapwood_worker.front.session import Session
 
 SEED = 11
@@ -360,7 +361,9 @@ async def test_a_message_of_many_requests_is_taken_a_few_a_turn_of_the_loop() ->
 
     liveness = SimpleNamespace(stuck=False, frozen=0.0, step=0.0, lag=SimpleNamespace(recent=0.0))
     engine = SimpleNamespace(load_version=-1, liveness=liveness)
-    session = Session(start, None, engine, worker_pb2.GetModelInfoResponse, lambda: 0, asyncio.Event(), lambda: None)
+    session = Session(
+        start, None, engine, worker_pb2.GetModelInfoResponse, lambda: 0, asyncio.Event(), lambda: None, no_loras()
+    )
     refused: list[int] = []
     async for response in session.responses(requests()):
         refused += [output.stream_id for output in response.outputs if output.HasField("error")]

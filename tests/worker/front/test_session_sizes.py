@@ -12,6 +12,7 @@ from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES
 from sapwood_common.status import code_number
+from sapwood_testing.worker.no_loras import no_loras
 from sapwood_worker.front.engine import Generation
 from sapwood_worker.front.session import Session
 from sapwood_worker.ipc.liveness import Liveness
@@ -37,6 +38,7 @@ class Sessions:
             lambda: 0,
             asyncio.Event(),
             lambda: None,  # type: ignore[arg-type]
+            no_loras(),
         )
 
     async def _begin(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:

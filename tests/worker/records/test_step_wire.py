@@ -30,6 +30,7 @@ from sapwood_worker.model.grammar.llguidance import GrammarStore
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.expert_load import ExpertMove
+from sapwood_worker.records.lora import LoraLoad
 from sapwood_worker.records.step import CacheLoad, Copies, Entry, PageCopy, Step
 from sapwood_worker.records.step_wire import encode, encode_masks, read, read_masks
 
@@ -60,6 +61,7 @@ samplings = st.builds(
 )
 entries = st.builds(
     Entry,
+    lora_slot=st.integers(-1, 255),
     row=st.integers(0, 63),
     serial=st.integers(0, 2**62),
     sampling=samplings,
@@ -78,6 +80,7 @@ pages = st.none() | st.integers(0, 5).flatmap(
     )
 )
 loads = st.lists(st.builds(CacheLoad, st.integers(0, 9), st.integers(1, 9)), max_size=2).map(tuple)
+adapters = st.lists(st.builds(LoraLoad, st.integers(0, 255), st.integers(1, 2**40)), max_size=2).map(tuple)
 moves = st.lists(st.builds(ExpertMove, st.integers(0, 60), st.integers(0, 300), st.integers(-1, 300)), max_size=3).map(
     tuple
 )
@@ -97,6 +100,7 @@ def steps(draw: st.DrawFn) -> Step:
         masks=filled(draw(numbers(np.int32, masked, WORDS))) if masked else None,
         copies=draw(copies),
         moves=draw(moves),
+        lora_loads=draw(adapters),
     )
 
 
@@ -109,7 +113,15 @@ def plain(step: Step) -> list[Any]:
     arrays = (step.rows, step.starts, step.counts, step.samples, step.token_ids, step.pages, step.masked)
     masks = None if step.masks is None else step.masks.result().tolist()
     moved = step.copies and (of(step.copies.store), of(step.copies.load), step.copies.fence, step.copies.loads)
-    return [step.number, *((each.dtype, each.tolist()) for each in arrays), step.entries, masks, moved, step.moves]
+    return [
+        step.number,
+        *((each.dtype, each.tolist()) for each in arrays),
+        step.entries,
+        masks,
+        moved,
+        step.moves,
+        step.lora_loads,
+    ]
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,6 +6,10 @@ MOST_CONTINUATIONS = 128
 """Continuations of one prompt."""
 MOST_EMBEDDED = 2048
 """Inputs of one embedding request."""
+MOST_SCORED = 4096
+"""Nodes of the tree of continuations that one request scores."""
+MOST_SCORED_TOKENS = 65536
+"""Tokens of all of them."""
 MOST_GAPS = 16
 """Texts that one suffix goes with: it is encoded with each."""
 MOST_STOPS = 16

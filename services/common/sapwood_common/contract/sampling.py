@@ -50,6 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         logprobs: How many of the likeliest alternatives each output token gets, all with log probabilities; None: no log
             probabilities.
         prompt_logprobs: The same for the prompt.
+        prompt_logprobs_start: The place of the prompt's token after which ``prompt_logprobs`` begin.
         allowed_token_ids: The only tokens that may be generated; empty: all.
         bad_words_ids: Sequences whose last token may not follow the others in the output.
         speculate: Whether tokens may be drafted, where the worker does that.
@@ -73,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
+    prompt_logprobs_start: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=65536)] = ()
     bad_words_ids: Annotated[
         tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=LONGEST_BAD_WORD)], ...],

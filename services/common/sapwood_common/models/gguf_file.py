@@ -12,6 +12,7 @@ import math
 import mmap
 import struct
 from array import array
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ _STRING, _ARRAY = 8, 9
 _MOST_DIMS = 8
 _MOST_NUMBERS = 1 << 48
 _MOST_ELEMENTS = 1 << 24
+_LONGEST_NAME = 65_535  # the format's bound of a key; no tensor's name and no token comes near
+_LONGEST_STRING = 1 << 24  # templates and tokenizer files are the longest there are
 _SIZE = struct.Struct("<Q")
 # Value type -> (struct code, size in bytes).
 _SCALARS = {
@@ -155,13 +158,13 @@ class _Parser:
         tensor_count, key_count = self._scalar("Q", 8), self._scalar("Q", 8)
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
-            key = self._string()
+            key = self._string(_LONGEST_NAME)
             if key in metadata:
                 raise GgufError(f"key {key!r:.100} is there twice")
             metadata[key] = self._value(self._scalar("I", 4))
         found: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(tensor_count):
-            name = self._string()
+            name = self._string(_LONGEST_NAME)
             if (dims := self._scalar("I", 4)) > _MOST_DIMS:
                 raise GgufError(f"tensor {name!r:.100} has {dims} dimensions; at most {_MOST_DIMS} can be read")
             shape = tuple(self._scalar("Q", 8) for _ in range(dims))
@@ -173,7 +176,7 @@ class _Parser:
             raise GgufError(f"general.alignment is {alignment!r:.60}; it can be a whole number from 1 on")
         names = [name for name, *_ in found]
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            (twice, _), *_ = Counter(names).most_common(1)
             raise GgufError(f"tensor {twice!r:.100} is there twice")
         start = -(-self._at // alignment) * alignment
         return metadata, {name: GgufTensor(name, shape, kind, start + at) for name, shape, kind, at in found}
@@ -183,11 +186,13 @@ class _Parser:
         self._at += size
         return value
 
-    def _string(self) -> str:
+    def _string(self, most: int = _LONGEST_STRING) -> str:
         size = self._scalar("Q", 8)
         end = self._at + size
         if end > len(self._raw):
             raise IndexError("string beyond the end of the file")
+        if size > most:  # bytes that are no text are decoded one after the other: seconds for a hundred million
+            raise GgufError(f"a string of {size} bytes at byte {self._at}; at most {most} can be read")
         # Vocabularies may hold bytes that are no text; surrogateescape keeps them.
         text = self._raw[self._at : end].decode("utf-8", "surrogateescape")
         self._at = end
@@ -203,8 +208,10 @@ class _Parser:
             at += _SIZE.size
             end = at + size
             text = raw[at:end]
-            if len(text) < size:
-                raise IndexError("string beyond the end of the file")
+            if len(text) < size or size > _LONGEST_NAME:
+                raise IndexError(
+                    "string beyond the end of the file, or of more bytes than an entry of a vocabulary has"
+                )
             add(text.decode("utf-8", "surrogateescape"))
             at = end
         self._at = at
@@ -215,12 +222,12 @@ class _Parser:
             return self._string()
         if kind == _ARRAY:
             inner, count = self._scalar("I", 4), self._scalar("Q", 8)
+            if count > _MOST_ELEMENTS:
+                raise GgufError(f"an array of {count} elements is longer than any vocabulary")
             if inner == _STRING:
                 return self._strings(count)
             if inner == _ARRAY:
                 return [self._value(inner) for _ in range(count)]
-            if count > _MOST_ELEMENTS:
-                raise GgufError(f"an array of {count} elements is longer than any vocabulary")
             code, size = _SCALARS[inner]
             end = self._at + size * count
             if end > len(self._raw):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_parts import part_names
 from sapwood_common.models.progress import Progress, unreported
-from sapwood_common.models.wanted import DESCRIPTION, INDEX, weights_named_by
+from sapwood_common.models.wanted import DESCRIPTION, weights_among
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+\.gguf|\w[\w.-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -30,7 +30,7 @@ class HubName:
     Attributes:
         repo: ``owner/name``.
         file: The one ``.gguf`` file of it that is meant, or one of several files of a model, or a part of its name, such as
-            ``Q4_K_M``; None: its safetensors.
+            ``Q4_K_M``; None: its safetensors, or ``pytorch_model.bin``.
     """
 
     repo: str
@@ -105,7 +105,7 @@ class Hub:
         Args:
             name: The model.
             revision: Its branch, tag or commit; None: ``main``.
-            weights: Whether its safetensors are wanted too; without them it is enough for a tokenizer.
+            weights: Whether its weights are wanted too; without them it is enough for a tokenizer.
             progress: Called with how far it is.
 
         Raises:
@@ -128,6 +128,33 @@ class Hub:
                 raise
             raise ConfigError(f"--model: {explained}") from error
 
+    def find_files(self, repo: str, files: Sequence[str], revision: str | None = None) -> Path:
+        """The folder in the cache with these files of a repository; those that are missing are fetched.
+
+        Args:
+            repo: ``owner/name``.
+            files: Their names.
+            revision: Branch, tag or commit; None: ``main``.
+
+        Raises:
+            ConfigError: One of them is not there, or cannot be fetched; the message is one line.
+        """
+        from sapwood_common.models.hub_errors import explain
+
+        try:
+            folder = self._described(repo, revision, list(files))
+        except Exception as error:  # as for find()
+            if not self._may_fetch:
+                raise ConfigError(f"{repo} is not wholly in the cache at {self._cache}") from error
+            explained = explain(error, repo, None, revision, endpoint=self._endpoint, cache=self._cache)
+            if explained is None:
+                raise
+            raise ConfigError(explained) from error
+        for name in files:
+            if not (folder / name).is_file():
+                raise ConfigError(f"{repo} has no {name}")
+        return folder
+
     def _find(self, name: HubName, revision: str | None, weights: bool, progress: Progress) -> HubModel:
         folder = self._described(name.repo, revision, [] if name.file is not None else list(DESCRIPTION))
         commit = folder.name
@@ -139,7 +166,7 @@ class Hub:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--model: {name} {_what_instead(name.repo, sizes)}")
         if weights:
-            self._fetch(name, folder, _weights_of(folder), sizes, progress)
+            self._fetch(name, folder, _weights_of(folder, sizes), sizes, progress)
         return HubModel(folder, commit)
 
     def _described(self, repo: str, revision: str | None, patterns: list[str]) -> Path:
@@ -256,10 +283,10 @@ def remove_cached(name: str) -> int:
     return int(plan.expected_freed_size)
 
 
-def _weights_of(folder: Path) -> list[str]:
-    index = folder / INDEX
+def _weights_of(folder: Path, known: Collection[str]) -> list[str]:
+    names = {*known, *(path.name for path in folder.iterdir())}
     try:
-        return list(weights_named_by(index.read_text() if index.is_file() else None))
+        return list(weights_among(names, lambda name: (folder / name).read_text()))
     except ValueError as error:
         raise ConfigError(f"--model: {folder}: {error}") from error
 

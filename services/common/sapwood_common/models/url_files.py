@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import Any
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_parts import part_names
 from sapwood_common.models.progress import Progress, unreported
-from sapwood_common.models.wanted import INDEX, description_among, weights_named_by
+from sapwood_common.models.wanted import description_among, weights_among
+from sapwood_common.telemetry.shown_text import without_credentials
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
 _REFUSED = re.compile(r"status code: 40[13]\b|Unauthenticated")
@@ -122,6 +123,54 @@ class UrlModels:
         return target
 
 
+class UrlFolders:
+    """Folders that were fetched from URLs, a few named files of each.
+
+    Args:
+        folder: Where they are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, url: str, names: Sequence[str], *, may_fetch: bool = True) -> Path:
+        """The local folder with the files of these names at a URL; missing files are fetched.
+
+        Args:
+            url: Where the folder is.
+            names: The files; all of them have to be there.
+            may_fetch: Whether anything may be asked of the network; if not, it is the state that was fetched last.
+
+        Raises:
+            ConfigError: A file is not there, or cannot be fetched; the message is one line.
+        """
+        url = url.rstrip("/")
+        shown = without_credentials(url)
+        if not may_fetch:
+            for source in sorted(self._folder.glob(f"*/{_SOURCE}"), key=lambda path: -path.stat().st_mtime_ns):
+                if json.loads(source.read_text())["url"] == url:
+                    return source.parent / _name_of(url)
+            raise ConfigError(f"{shown} is not under {self._folder}")
+        try:
+            system, root = _open(url)
+            system.invalidate_cache()
+            files = {name: _remote(f"{root}/{name}", system.info(f"{root}/{name}")) for name in names}
+            state = json.dumps([url, sorted((name, file.size, file.version) for name, file in files.items())])
+            folder = self._folder / hashlib.sha256(state.encode()).hexdigest()[:16]
+            target = folder / _name_of(url)
+            target.mkdir(parents=True, exist_ok=True)
+            with _locked(folder / ".lock"):
+                missing = {target / name: file for name, file in files.items() if not (target / name).is_file()}
+                _check_space(missing, folder, shown)
+                _copy(system, missing, f"fetching {shown}", unreported)
+                (folder / _SOURCE).write_text(json.dumps({"url": url}))
+            return target
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix("--model: ")) from error
+        except Exception as error:  # file systems raise errors of their own
+            raise ConfigError(f"{shown}: {_explain(error, url, self._folder)}") from error
+
+
 def _open(url: str) -> tuple[Any, str]:
     """The file system and the path in it."""
     import fsspec
@@ -166,9 +215,7 @@ def _remote(path: str, info: dict[str, Any]) -> _Remote:
 
 
 def _weights(system: Any, files: dict[str, _Remote], url: str) -> list[str]:
-    index = files.get(INDEX)
-    text = None if index is None else system.cat_file(index.path).decode()
-    names = list(weights_named_by(text))
+    names = list(weights_among(files, lambda name: str(system.cat_file(files[name].path), "utf-8")))
     unknown = next((name for name in names if name not in files), None)
     if unknown is not None:
         raise ConfigError(f"--model: {url} has no {unknown}: weights are read from safetensors or a .gguf file")

@@ -36,6 +36,10 @@ LIVENESS = "liveness"
 """The health service that says SERVING as long as this process answers at all, also while it loads or drains."""
 
 
+READINESS = "readiness"
+"""The health service that says what the server as a whole says, for those who ask by name."""
+
+
 Implementation = Literal["sapwood", "grpcio"]
 """Which server speaks gRPC: the one of ``sapwood_net.http2``, or grpcio's."""
 
@@ -65,6 +69,7 @@ class ServiceServer:
         heavy: Spaces out the parsing of large messages among all that is heavy; None: among themselves.
         reuse_port: Whether other processes listen on the same port; each takes some of the connections.
         health_address: ``host:port`` on which the health service alone is served, in plain text; None: nowhere.
+        health_names: Further names that health knows.
         implementation: Which server speaks gRPC.
     """
 
@@ -83,9 +88,10 @@ class ServiceServer:
         heavy: HeavyWork | None = None,
         reuse_port: bool = False,
         health_address: str | None = None,
+        health_names: Sequence[str] = (),
         implementation: Implementation = "sapwood",
     ) -> None:
-        self._names = tuple(service_names)
+        self._names = (*service_names, *health_names)
         if tls is not None:
             warn_of_readers(tls.key, "--tls-key")
         telemetry = telemetry or RpcTelemetry(MetricSet(), Tracing())
@@ -112,7 +118,7 @@ class ServiceServer:
             server = make(None)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, _as_grpc_server(server))
             self._health_server = server, Port(health_host, int(health_port), reuse=reuse_port)
-        add_reflection(self.grpc, (*self._names, _HEALTH))
+        add_reflection(self.grpc, (*service_names, _HEALTH))
 
     async def start(self) -> int:
         """Listens; health says NOT_SERVING until :meth:`set_serving`. Returns the port.

@@ -38,6 +38,13 @@ class TraceEndpoint(Compound):
     ratio: float = Field(default=1.0, ge=0, le=1)
 
 
+class HealthPort(Compound):
+    """``--health-port``."""
+
+    port: int | None = Field(default=None, ge=0, le=65535)
+    host: str = "127.0.0.1"
+
+
 class ServiceConfig(BaseSettings):
     """The settings of every service. Frozen: nothing changes them after construction.
 
@@ -52,10 +59,13 @@ class ServiceConfig(BaseSettings):
         ),
         Needs(("tls_cert", "tls_client_ca"), lambda config: config.tls_key is not None, "without {tls_key}"),
         Needs(("tls_key",), lambda config: config.tls_cert is not None, "without {tls_cert}"),
-        Needs(("health_host",), lambda config: config.health_port is not None, "without {health_port}"),
+        Needs(("health_port.host",), lambda config: config.health_port.port is not None, "without a port"),
     )
 
-    retired: ClassVar[Mapping[str, Retired]] = retired_parts("trace_endpoint", trace_ratio="ratio")
+    retired: ClassVar[Mapping[str, Retired]] = {
+        **retired_parts("trace_endpoint", trace_ratio="ratio"),
+        **retired_parts("health_port", health_host="host"),
+    }
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -77,14 +87,11 @@ class ServiceConfig(BaseSettings):
     tls_client_ca: Path | None = Field(
         None, description="PEM file with the CAs that clients' certificates must come from (mTLS); none asks for none."
     )
-    health_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="Port on which the gRPC health check alone is served, in plain text: for probes that speak no TLS; 0 takes a "
-        "free one; none: health is on --port only.",
+    health_port: Annotated[HealthPort, NoDecode] = Field(
+        HealthPort(),
+        description="PORT[,host=HOST]: port on which the gRPC health check alone is served, in plain text: for probes that speak "
+        "no TLS; 0 takes a free one; none: health is on --port only. host: address that it listens on.",
     )
-    health_host: str = Field("127.0.0.1", description="Address that --health-port listens on.")
     grpc_server: Literal["sapwood", "grpcio"] = Field(
         "sapwood",
         description="What speaks gRPC on this service's ports: sapwood's own server on the event loop, or grpcio's, a fallback "
@@ -102,7 +109,8 @@ class ServiceConfig(BaseSettings):
     @property
     def health_address(self) -> str | None:
         """Where the health check alone is served, as ``host:port``; None: nowhere."""
-        return None if self.health_port is None else f"{self.health_host}:{self.health_port}"
+        given = self.health_port
+        return None if given.port is None else f"{given.host}:{given.port}"
 
 
 def flag_of(name: str, prefix: str = "") -> str:

@@ -6,8 +6,9 @@ what runs with it ends. So are all keys if the file is deleted. One that is empt
 
 Each line: name, hash in hexadecimal, and optionally the most requests a minute, ``tokens=`` the most tokens a minute,
 ``weight=`` the share of busy workers (1 if not given) and ``priority=`` the highest priority that requests may have (0 if not
-given). Lines of one name are keys of one tenant, and the first of them says what holds for all. The tenant's cache salt is minted
-from name and first hash: so it is the same on all routers, and nobody can guess it. ``#`` begins a comment.
+given). ``operator`` lets requests do what operators do over HTTP, such as to change weights. Lines of one name are keys of one
+tenant, and the first of them says what holds for all. The tenant's cache salt is minted from name and first hash: so it is the
+same on all routers, and nobody can guess it. ``#`` begins a comment.
 """
 
 from __future__ import annotations
@@ -196,6 +197,17 @@ class ApiKeys:
             raise UnauthenticatedError("the API key is not known")
         return self._keys[found.digest]
 
+    def named(self, name: str) -> Tenant:
+        """The tenant of a name, for what runs without a request of its own.
+
+        Raises:
+            UnauthenticatedError: It has no key any more.
+        """
+        self.refresh()
+        if name not in self._tenants:
+            raise UnauthenticatedError(_REVOKED)
+        return self._tenants[name]
+
     def _open_accounts(self) -> None:
         """Makes each tenant's account. A tenant with unchanged settings keeps its account and its usage."""
         before, self._tenants = self._tenants, {}
@@ -288,10 +300,10 @@ def _parse(words: list[str], where: str) -> KeyEntry:
     if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
         raise ConfigError(f"{where}: the second word is not a SHA-256 in hexadecimal")
     requests = tokens = priority = 0
-    weight = 1.0
+    weight, operator = 1.0, False
     for place, word in enumerate(rest):
         kind, equals, value = word.partition("=")
-        if not equals and place == 0:
+        if not equals and place == 0 and word != "operator":
             requests = _whole(word, f"{where}: the third word is not a number of requests a minute")
         elif kind == "tokens":
             tokens = _whole(value, f"{where}: tokens= is not followed by a number of tokens a minute")
@@ -300,11 +312,13 @@ def _parse(words: list[str], where: str) -> KeyEntry:
         elif kind == "priority":
             asked = f"a whole number in -{MOST_PRIORITY}..{MOST_PRIORITY}"
             priority = _priority(value, f"{where}: priority= is not followed by {asked}")
+        elif word == "operator":
+            operator = True
         else:
             raise ConfigError(
-                f"{where}: after name, SHA-256 and requests a minute come only tokens=, weight= and priority="
+                f"{where}: after name, SHA-256 and requests a minute come only tokens=, weight=, priority= and operator"
             )
-    return KeyEntry(digest, TenantSettings(name, requests, tokens, weight, priority))
+    return KeyEntry(digest, TenantSettings(name, requests, tokens, weight, priority, operator=operator))
 
 
 def _whole(text: str, problem: str) -> int:

@@ -20,6 +20,7 @@ class TenantSettings:
         requests_per_minute, tokens_per_minute: The allowance; 0 sets no limit.
         weight: Its share of busy workers, relative to others'.
         priority: The highest that its requests may ask for. A request that asks for none has 0, or this if it is lower.
+        operator: Whether its requests may do what operators do over HTTP.
         cache_salt: Workers share cached pages only among requests with the same salt.
     """
 
@@ -29,6 +30,7 @@ class TenantSettings:
     weight: float = 1.0
     priority: int = 0
     cache_salt: str = ""
+    operator: bool = False
 
 
 class Tenant:

@@ -196,9 +196,11 @@ class Admission:
         Raises:
             ResourceExhaustedError: As :meth:`enter`.
         """
+        settings = self._settings
+        if not settings.most_waiting:
+            raise self._refusal("all workers are busy, and no request may wait", 1.0)
         if not self.waiting:
             return
-        settings = self._settings
         group = self._classes.get(priority)
         start = 0.0 if group is None else group.start_of(tenant)
         wait = self._expected_wait(priority, 0 if group is None else group.before(start))

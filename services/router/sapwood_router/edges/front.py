@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 from collections.abc import Iterable
+from typing import cast
 
 from sapwood_common.errors import (
     DeadlineExceededError,
@@ -17,9 +19,11 @@ from sapwood_common.errors import (
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, request_id_var, traceparent_var
 from sapwood_common.telemetry.tracing import Tracing, child_span
 from sapwood_common.tenants.api_keys import until_revoked
+from sapwood_common.tenants.tenant import Tenant
 from sapwood_router.edges.guard import Guard, tenant_var
 from sapwood_router.edges.http.errors import Dialect, Dialects
 from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.inner_request import InnerRequest
 from sapwood_router.edges.http.left_out import LeftOutLog
 from sapwood_router.edges.http.origins import Origins, check_content_type
 from sapwood_router.edges.http1.errors import HttpError
@@ -31,6 +35,11 @@ from sapwood_router.flow.generation import Pipeline
 logger = logging.getLogger(__name__)
 
 _TRACEPARENT_HEADER = TRACEPARENT_KEY.encode()
+
+
+_ALL_PATHS = "; /openapi.json lists what there is"
+_LONGEST_COMPARED = 60
+"""Characters of an unknown path up to which it is compared with the known ones."""
 
 
 def _likely(path: str) -> tuple[str, ...]:
@@ -146,6 +155,7 @@ class HttpFront:
         self._idle = asyncio.Event()
         self._idle.set()
         routes = tuple(routes)
+        self._inner = {route.path: route for route in routes if isinstance(route, Post)}
         self._endpoints = dict(map(self._endpoint, routes))
         self._folders = tuple(route.path for route in routes if route.is_folder)
         self._paths = frozenset(path for _, path in self._endpoints)
@@ -160,6 +170,13 @@ class HttpFront:
         if method == "OPTIONS" and not all(known.public for known in self._methods(path).values()):
             endpoint = self._options
         await endpoint(request, path)
+
+    async def answer_inner(self, request: InnerRequest, tenant: Tenant | None) -> None:
+        """Answers a request that no client sent, for a tenant, as if it had come with the tenant's key."""
+        tenant_var.set(tenant)
+        path = request.head.path
+        route = self._inner[path]
+        await Endpoint(self, self._takes_json(route), None, None, route.dialect)(cast(Request, request), path)
 
     def begin(self) -> None:
         """A request came."""
@@ -225,8 +242,10 @@ class HttpFront:
         methods = self._methods(exchange.path)
         if not methods:
             meant = next((path for path in _likely(exchange.path) if path in self._paths), None)
+            if meant is None and len(exchange.path) <= _LONGEST_COMPARED:
+                meant = next(iter(difflib.get_close_matches(exchange.path, self._paths, n=1, cutoff=0.85)), None)
             reason = why_not(exchange.path) or why_not(f"/v1{exchange.path}")
-            more = f": {reason}" if reason is not None else "" if meant is None else f"; there is {meant}"
+            more = f": {reason}" if reason is not None else (f"; there is {meant}" if meant is not None else _ALL_PATHS)
             raise HttpError(404, f"there is no {exchange.path}{more}")
         reason = why_not(f"{exchange.path}/")  # of what a GET would ask for, such as completions that are kept
         more = f": {reason}" if reason is not None else ""
@@ -257,13 +276,11 @@ class HttpFront:
         return next((prefix for prefix in self._prefixes if path.startswith(prefix)), path)
 
 
-_NO_FILES = "files are not kept here"
+_NO_FILES = "nothing is kept here of that kind; there is /v1/files"
 _NO_AGENTS = "agents are not run here; they are programs of yours, which ask for answers"
 _NO_EVENTS = "nothing here calls clients back; a response in the background is asked for by its id"
 _WHY = {
-    "/v1/batches": "batches are not run here; send the requests themselves, as many at once as you like",
-    "/v1/messages/batches": "batches are not run here; send the requests themselves, as many at once as you like",
-    "/v1/files": _NO_FILES,
+    "/v1/messages/batches": "Anthropic's batches are not run here; /v1/batches takes lines for /v1/messages",
     "/v1/uploads": _NO_FILES,
     "/v1/containers": _NO_FILES,
     "/v1/vector_stores": _NO_FILES,
@@ -287,7 +304,6 @@ _WHY = {
     "/v1/evals": "evaluations are not run here; `sapwood eval` runs them",
     "/v1/assistants": "assistants and threads are not kept here; /v1/responses keeps conversations",
     "/v1/threads": "assistants and threads are not kept here; /v1/responses keeps conversations",
-    "/v1/conversations": "conversations are not kept by themselves; previous_response_id goes on from a response",
     "/v1/chat/completions/": "chat completions are not kept; /v1/responses keeps its answers",
     "/v1/organization": "there are no organizations here; `sapwood key` makes keys",
     "/v1/complete": "it is Anthropic's older API; there is /v1/messages",

@@ -58,10 +58,15 @@ class Guard:
         """Checks an HTTP request in its task. Raises SapwoodError as :meth:`ApiKeys.check`."""
         self._check(_authorization(headers) or b"")
 
-    def recognise(self, headers: Mapping[bytes, bytes]) -> None:
-        """Checks an HTTP request that only looks: takes nothing from its key's rate. Raises as :meth:`ApiKeys.find`."""
-        if self._keys is not None:
-            self._keys.find(headers.get(_AUTHORIZATION, b"").decode("latin-1"))
+    def recognise(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """Checks an HTTP request that only looks: takes nothing from its key's rate. Raises as :meth:`ApiKeys.find`.
+
+        Returns:
+            The tenant whose key it has; None: no keys are asked for.
+        """
+        if self._keys is None:
+            return None
+        return self._keys.find(headers.get(_AUTHORIZATION, b"").decode("latin-1")).name
 
     def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
         """Calls begin by priority; among equals, tenants take turns."""

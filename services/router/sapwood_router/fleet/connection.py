@@ -18,7 +18,8 @@ from collections.abc import Callable
 from sapwood.v1 import worker_pb2
 from sapwood_common.network.channel import Dialer
 from sapwood_net.pacing.loop_lag import LoopLag
-from sapwood_router.fleet.convert import load_of, served_model_of
+from sapwood_router.fleet.convert import load_of, served_model_of, worker_loras_of
+from sapwood_router.fleet.loras import WorkerLora
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.session import WorkerSession
@@ -87,6 +88,7 @@ class WorkerConnection:
         self._registry = registry
         self._limit = limit
         self._served: ServedModel | None = None
+        self._loras: list[WorkerLora] = []
         self._was_up = False
         """Whether the worker was up at any time during this session."""
         self._on_loss = on_loss
@@ -136,12 +138,17 @@ class WorkerConnection:
         if first:
             worker.session = session
             self._was_up = False
+            self._loras = []
         if response.HasField("info"):
             self._served = served_model_of(response.info)
             if worker.available and not first:  # its role has changed
                 self._registry.mark_up(worker, self._served)
         if response.HasField("load"):
             worker.report(load_of(response.load))
+        if response.HasField("loras") and self._served is not None:
+            self._loras = worker_loras_of(response.loras)
+            if worker.available:
+                self._registry.loras.report(worker.address, self._served.model, self._loras)
         worker.loop_lag = response.loop_lag_ms / 1000
         worker.step_seconds = response.step_ms / 1000
         frozen = response.frozen_ms / 1000
@@ -170,5 +177,7 @@ class WorkerConnection:
         worker, served = self._worker, self._served
         assert served is not None
         logger.info("worker %s is up: model %s, epoch %d", worker.address, served.model, served.epoch)
+        if self._loras:
+            self._registry.loras.report(worker.address, served.model, self._loras)
         self._registry.mark_up(worker, served)
         self._was_up = True

@@ -97,7 +97,9 @@ class WorkerPins:
     def __init__(self, dialer: Dialer) -> None:
         self._dialer = dialer
 
-    async def pin(self, address: str, name: str, token_ids: Sequence[int], cache_salt: str, seconds: float) -> int:
+    async def pin(
+        self, address: str, name: str, token_ids: Sequence[int], cache_salt: str, seconds: float, lora: str = ""
+    ) -> int:
         """Pins what a worker has cached of a prefix; returns how many tokens. An older pin of this name is replaced.
 
         Args:
@@ -106,12 +108,17 @@ class WorkerPins:
             token_ids: The prefix.
             cache_salt: The salt of the requests that are to find it.
             seconds: After which the worker unpins it by itself.
+            lora: Their adapter; empty: none.
 
         Raises:
             SapwoodError: It did not.
         """
         request = worker_pb2.PinPrefixRequest(
-            name=name, token_ids=token_ids, cache_salt=cache_salt, ttl_seconds=math.ceil(seconds)
+            name=name,
+            token_ids=token_ids,
+            cache_salt=cache_salt,
+            ttl_seconds=math.ceil(seconds),
+            lora_name=lora,
         )
         channel = self._dialer.open(address)
         try:

@@ -8,10 +8,12 @@ from typing import Literal
 import msgspec
 
 from sapwood.v1 import common_pb2, worker_pb2
+from sapwood_common.contract.page_hash import WEIGHTS_BYTES
 from sapwood_common.contract.sampling import OF_MODELS, SamplingParams
 from sapwood_common.contract.sampling_message import to_message
+from sapwood_router.fleet.loras import WorkerLora
 from sapwood_router.fleet.served_model import Role, ServedModel
-from sapwood_router.request.context import FinishReason, Likelihoods, TokenLogprobs
+from sapwood_router.request.context import FinishReason, Likelihoods, Picture, TokenLogprobs
 from sapwood_router.request.embed_request import EmbedRequest, Labels
 from sapwood_router.routing.worker_view import Load
 from sapwood_router.transport.held_tickets import HeldTicket
@@ -29,6 +31,8 @@ class WorkerOutput(msgspec.Struct):
         announced: Pages of the prompt that another worker may read already; the ticket names them again.
         position: How many tokens of the worker's output came before ``token_ids``; None: it does not say.
         total: How many tokens its output has, on the last one; None: it does not say.
+        lora_digest: Of the request's adapter, where the message says it.
+        weight_version: What the weights are called that have computed the tokens; empty: those of the message before.
         ticket: The worker is done with the prompt, and another is to continue; anybody who takes this releases it.
     """
 
@@ -43,11 +47,15 @@ class WorkerOutput(msgspec.Struct):
     ticket: HeldTicket | None = None
     position: int | None = None
     total: int | None = None
+    lora_digest: bytes = b""
+    weight_version: str = ""
 
 
+_LONGEST_VERSION = 128
 _FROM_PROTO = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
 
 
@@ -56,6 +64,22 @@ def to_worker_request(
 ) -> worker_pb2.WorkerGenerateRequest:
     """The worker's request for a prompt."""
     return worker_pb2.WorkerGenerateRequest(request_id=request_id, token_ids=token_ids, sampling=to_message(sampling))
+
+
+def add_pictures(request: worker_pb2.WorkerGenerateRequest, pictures: Iterable[Picture]) -> None:
+    """Adds the pictures of the prompt."""
+    for each in pictures:
+        tiles, height, width = each.shape
+        request.pictures.add(
+            offset=each.span.offset,
+            length=each.span.length,
+            digest=each.span.digest,
+            tiles=tiles,
+            height=height,
+            width=width,
+            layout=each.layout,
+            pixels=each.pixels,
+        )
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -71,6 +95,7 @@ def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput
         finish=_FROM_PROTO.get(message.finish_reason),
         logprobs=_logprobs_of(message.logprobs) if message.logprobs else (),
         prompt_logprobs=message.prompt_logprobs,
+        weight_version=message.weight_version[:_LONGEST_VERSION],
     )
     if message.HasField("position"):
         output.position = message.position
@@ -78,6 +103,7 @@ def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput
         usage = message.usage
         if output.finish is not None and usage.completion_tokens:
             output.total = usage.completion_tokens
+        output.lora_digest = message.lora_digest
         output.cached_tokens = usage.cached_tokens
         output.accepted_prediction_tokens = usage.accepted_prediction_tokens
         output.rejected_prediction_tokens = usage.rejected_prediction_tokens
@@ -145,7 +171,18 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
             for each, value in message.sampling_defaults.ListFields()
             if each.name in OF_MODELS
         },
+        lora_slots=message.lora_slots,
+        resolves_loras=message.resolves_loras,
+        weights=message.weights_in_use.digest if len(message.weights_in_use.digest) == WEIGHTS_BYTES else b"",
+        weight_version=message.weights_in_use.version[:_LONGEST_VERSION],
+        asleep=bool(message.asleep),
     )
+
+
+def worker_loras_of(message: worker_pb2.LoraReport) -> list[WorkerLora]:
+    """A worker's adapters, from its own report."""
+    there = (worker_pb2.LORA_PLACE_HOST, worker_pb2.LORA_PLACE_DEVICE)
+    return [WorkerLora(each.name, each.path, each.version, each.digest, each.place in there) for each in message.loras]
 
 
 _LOAD = frozenset(Load.__struct_fields__)

@@ -26,6 +26,7 @@ class Demand(msgspec.Struct, frozen=True):
         classifies: Whether it wants labels.
         refused_by: Addresses of workers that answered it with an error.
         relayed: Whether it goes to backends, else it goes to none of them.
+        lora: The adapter that it names; empty: none.
         pages: The formats of pages that fit, for workers that say their format. Empty: anything.
     """
 
@@ -37,6 +38,7 @@ class Demand(msgspec.Struct, frozen=True):
     refused_by: Collection[str] = ()
     relayed: bool = False
     pages: Collection[bytes] = ()
+    lora: str = ""
 
 
 class Eligible(msgspec.Struct, frozen=True):
@@ -73,6 +75,8 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
         elif (embeds or served.context_length < tokens) and (lack := _lack(served, demand)):
             excluded[worker] = lack
             misfits.append(served)
+        elif demand.lora and not served.lora_slots:
+            excluded[worker] = "has no slots for adapters"
         elif pages and served.pages and served.pages not in pages:
             excluded[worker] = "its pages do not fit those of the worker next to it"
         elif worker.in_flight < worker.most_requests and worker.step_seconds < _OVERLONG_STEP:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from sapwood_common.telemetry.shown_text import shown
+from sapwood_router.fleet.loras import FleetLoras
 from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.request.embed_request import Labels
@@ -14,10 +17,17 @@ from sapwood_router.routing.worker_view import Load
 
 RETRY_AFTER = 1.0
 """Seconds that a client should wait when nobody can take its request: about when a restarted worker is found again."""
+_LONGEST_NAME = 512
+"""Characters of a model's name."""
 _SHARERS = 4
 """How many tenants the kept places are enough for: one tenant may have at most this fraction of them."""
 _KEPT = 1 / 16
 """The share of a worker's places that is kept for tenants who have few requests running."""
+
+
+def is_name(model: str) -> bool:
+    """Whether a model's name is one that clients can use, and that can be shown as it is."""
+    return 0 < len(model) <= _LONGEST_NAME and shown(model, _LONGEST_NAME) == model
 
 
 class Registry:
@@ -29,6 +39,10 @@ class Registry:
         on_reset: Called with a worker's address and its model when what it had cached is gone: it restarted (or was
             first seen).
         most_requests: How many requests at a time a worker that serves this is given.
+        loras: The workers' adapters.
+
+    Attributes:
+        loras: The argument.
     """
 
     def __init__(
@@ -37,10 +51,15 @@ class Registry:
         on_change: Callable[[], None] = lambda: None,
         on_reset: Callable[[str, ServedModel], None] = lambda address, model: None,
         most_requests: Callable[[ServedModel], float] = lambda model: math.inf,
+        loras: FleetLoras | None = None,
     ) -> None:
+        self.loras = FleetLoras() if loras is None else loras
+        self._resolving: frozenset[str] = frozenset()
+        """Models whose workers look for adapters that they do not know."""
         self._workers = {worker.address: worker for worker in workers}
         self._available: dict[str, tuple[Worker, ...]] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
+        self._weights: dict[str, bytes] = {}
         self._kinds: dict[str, frozenset[tuple[Role, int]]] = {}
         self._mixed: frozenset[str] = frozenset()
         """Models whose available workers have several roles."""
@@ -66,6 +85,7 @@ class Registry:
     def remove(self, worker: Worker) -> None:
         """The worker is no longer one of them."""
         del self._workers[worker.address]
+        self.loras.forget_worker(worker.address)
         worker.available = False
         worker.problem = "it was removed"
         self._refresh()
@@ -83,6 +103,11 @@ class Registry:
     def models(self) -> dict[str, tuple[Worker, ...]]:
         """Every model that a worker has served so far, with its available workers."""
         return dict(self._models)
+
+    def page_size(self, address: str) -> int:
+        """The tokens of a page of a worker's cache; 0: there is no such worker, or it has no cache of ours."""
+        worker = self.find(address)
+        return 0 if worker is None or worker.model is None or worker.backend is not None else worker.model.page_size
 
     def context_lengths(self) -> dict[str, int]:
         """The longest context of every model that a worker has served so far, in tokens."""
@@ -154,8 +179,27 @@ class Registry:
                 raise InvalidArgumentError(f"name a model: there are {', '.join(sorted(known))}", field=field)
             return next(iter(known))
         if model not in known:
+            meant = self.loras.meant(model, known, self._resolving)
+            if meant is not None:
+                return meant[0]
             raise NotFoundError(f"there is no model {model[:100]!r}; there is {', '.join(sorted(known))}", field=field)
         return model
+
+    def lora_of(self, model: str | None) -> str:
+        """The adapter that a request names as its model, ``MODEL:NAME`` or ``NAME``; empty: it names none.
+
+        Raises:
+            NotFoundError, InvalidArgumentError: As :meth:`resolve_any`.
+        """
+        if not model or model in self._models or not self._models:
+            return ""
+        meant = self.loras.meant(model, self._models, self._resolving)
+        return "" if meant is None else meant[1]
+
+    def check_lora(self, model: str, name: str, field: str = "lora_name") -> None:
+        """Raises NotFoundError if no worker of a model knows an adapter, and none would look for it."""
+        if model not in self._resolving and self.loras.find(model, name) is None:
+            raise NotFoundError(f"the model {model!r} has no adapter {name[:100]!r}", field=field)
 
     def available(self, model: str) -> tuple[Worker, ...]:
         """The workers that can take a request for a model now; the tuple never changes."""
@@ -168,6 +212,10 @@ class Registry:
     def has_roles(self, model: str) -> bool:
         """Whether the available workers of a model have several roles."""
         return model in self._mixed
+
+    def weights_of(self, model: str) -> bytes:
+        """What stands for the weights of most available workers of a model in the names of pages; empty: those of the start."""
+        return self._weights.get(model, b"")
 
     def page_sizes(self, model: str) -> tuple[int, ...]:
         """The sizes of the pages that available workers of a model have, each once; not those of backends."""
@@ -198,8 +246,14 @@ class Registry:
         return self._changed
 
     def mark_up(self, worker: Worker, model: ServedModel) -> None:
-        """The worker answered and serves ``model``. Does nothing for one that was removed."""
+        """The worker answered and serves ``model``. Does nothing for one that was removed.
+
+        A model whose name clients could not use, and that logs and lists could not show, leaves its worker down.
+        """
         if self._workers.get(worker.address) is not worker:
+            return
+        if not is_name(model.model):
+            self.mark_down(worker, f"the name of its model is none that clients could use: {model.model[:80]!r}")
             return
         if worker.available and worker.model == model:
             return
@@ -221,6 +275,7 @@ class Registry:
         worker.problem = problem
         if worker.available:
             worker.available = False
+            self.loras.forget_worker(worker.address)
             self._refresh()
 
     def _refresh(self) -> None:
@@ -230,6 +285,10 @@ class Registry:
                 grouped.setdefault(worker.model.model, []).append(worker)
         self._available = {model: tuple(workers) for model, workers in grouped.items()}
         self._kept = {model: sum(each.kept for each in workers) for model, workers in grouped.items()}
+        self._weights = {
+            model: Counter(each.model.weights for each in workers if each.model is not None).most_common(1)[0][0]
+            for model, workers in grouped.items()
+        }
         self._addresses = {model: tuple(each.address for each in workers) for model, workers in grouped.items()}
         self._kinds = {
             model: frozenset(
@@ -244,6 +303,14 @@ class Registry:
             worker.model.model: () for worker in self._workers.values() if worker.model is not None
         }
         self._models = known | self._available
+        for model in self._models:
+            available = self._available.get(model, ())
+            self.loras.workers_are(model, [(each.address, each.model) for each in available if each.model is not None])
+        self._resolving = frozenset(
+            model
+            for model, workers in self._available.items()
+            if any(each.model is not None and each.model.resolves_loras for each in workers)
+        )
         self._relayed = frozenset(_relayed(self._workers.values()))
         self._changed.set()
         self._changed = asyncio.Event()

@@ -32,6 +32,11 @@ class ServedModel:
             prompts. Empty: it does not say.
         labels: The labels of its head; it then makes neither embeddings nor text. None: it has no such head.
         sampling_defaults: Settings of sampling for requests that do not set them, as the model's files give them.
+        lora_slots: Adapters that it holds on its device at once; 0: it serves none.
+        resolves_loras: Whether it looks for adapters that it does not know.
+        weights: Stands for its weights in the names of pages; empty: they are those that it started with.
+        weight_version: What they are called; empty: it does not say.
+        asleep: Whether it has given memory back, and refuses requests.
     """
 
     model: str
@@ -49,3 +54,8 @@ class ServedModel:
     role: Role = Role.BOTH
     pages: bytes = b""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict, hash=False)
+    lora_slots: int = 0
+    resolves_loras: bool = False
+    weights: bytes = b""
+    weight_version: str = ""
+    asleep: bool = False

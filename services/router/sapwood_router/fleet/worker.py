@@ -156,7 +156,8 @@ class Worker:
     @property
     def takes_new(self) -> bool:
         """Whether it may be given requests that are new."""
-        return self.available and not self.draining and not self.leaving
+        asleep = self.model is not None and self.model.asleep
+        return self.available and not (self.draining or self.leaving or asleep)
 
     @property
     def room(self) -> float:

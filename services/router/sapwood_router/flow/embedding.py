@@ -106,7 +106,14 @@ class Embedder:
             raise InvalidArgumentError(f"at most {MOST_EMBEDDED} inputs, got {len(request.inputs)}", field="input")
         if request.max_tokens is not None:
             check_truncation(request.max_tokens)
-        model = self._shared.registry.resolve(request.model)
+        registry = self._shared.registry
+        model, named = registry.resolve(request.model), registry.lora_of(request.model)
+        if request.lora not in ("", named or request.lora):
+            raise InvalidArgumentError(f"model names the adapter {named!r}, lora_name another", field="lora_name")
+        lora = request.lora or named
+        if lora:
+            registry.check_lora(model, lora)
+            registry.loras.asked(model, lora)
         served = self._served(model, request.classifies)
         cost = sum(map(_cost, request.inputs))
         place = self._shared.admission.reserve(model, request.caller, cost, request.deadline)
@@ -114,7 +121,9 @@ class Embedder:
             sequences = await self._encode(request, served)
             most = served.context_length if request.max_tokens == -1 else request.max_tokens or 0
             _check_dimensions(request.dimensions, served)
-            found = await self._ask(model, request, sequences, most, place)
+            found = await self._ask(model, lora, request, sequences, most, place)
+            if lora:
+                found = replace(found, model=request.model if named and request.model else lora)
             return replace(found, labels=served.labels) if request.classifies else found
         finally:
             place.leave()
@@ -147,7 +156,7 @@ class Embedder:
                 sequences.append(next(joined))
             elif isinstance(item, str):
                 if not item:
-                    raise InvalidArgumentError("it is empty", field=name)
+                    raise InvalidArgumentError("it is empty; it needs a text of one letter at least", field=name)
                 sequences.append(next(encoded))
             else:
                 check_token_ids(item, name)
@@ -155,12 +164,12 @@ class Embedder:
         return sequences
 
     async def _ask(
-        self, model: str, request: EmbedRequest, sequences: list[list[int]], max_tokens: int, place: Place
+        self, model: str, lora: str, request: EmbedRequest, sequences: list[list[int]], max_tokens: int, place: Place
     ) -> Embeddings:
         if request.caller.account is not None:
             request.caller.account.take_prompt(sequences, sum(map(len, sequences)))
         self._retry.budget.request()
-        attempts = EmbeddingAttempts(self._shared, model, request, sequences, max_tokens, self._metrics)
+        attempts = EmbeddingAttempts(self._shared, model, lora, request, sequences, max_tokens, self._metrics)
         try:
             async with asyncio.timeout_at(request.deadline):
                 return await attempts.run(place)
@@ -243,6 +252,7 @@ class EmbeddingAttempts(Attempts):
     Args:
         shared: Registry, policy and rules.
         model: Which workers it may go to.
+        lora: The adapter; empty: none.
         request: What its client asked.
         sequences: The tokens of each input; at least one.
         max_tokens: The worker cuts longer inputs to this many tokens; 0: to the length in the model's files.
@@ -256,6 +266,7 @@ class EmbeddingAttempts(Attempts):
         self,
         shared: Shared,
         model: str,
+        lora: str,
         request: EmbedRequest,
         sequences: Sequence[list[int]],
         max_tokens: int,
@@ -269,7 +280,7 @@ class EmbeddingAttempts(Attempts):
         self._prompt = PromptPages(sequences[0], request.caller.session, _NOT_CACHED)
         name, longest = max(zip(request.names, sequences, strict=True), key=lambda item: len(item[1]))
         tokens = 0 if max_tokens else len(longest)
-        self._demand = Demand(model, tokens, name, embeds=True, classifies=request.classifies)
+        self._demand = Demand(model, tokens, name, embeds=True, classifies=request.classifies, lora=lora)
         self._vectors: list[Sequence[float]] = []
         self._tokens = 0
         self._answer: asyncio.Future[Embeddings] = asyncio.get_running_loop().create_future()
@@ -299,7 +310,13 @@ class EmbeddingAttempts(Attempts):
         return Gathering(self, len(part), lease, permit)
 
     def _send(self, worker: Worker, attempt: Attempt) -> None:
-        attempt.send(to_embed_request(self._request, self._parts[0], self._max_tokens), worker, self._deadline)
+        message = to_embed_request(self._request, self._parts[0], self._max_tokens)
+        if self._demand.lora:
+            message.lora_name = self._demand.lora
+            lora = self._shared.registry.loras.find(self._demand.model, self._demand.lora)
+            if lora is not None:
+                message.lora_source.path, message.lora_source.version = lora.path, lora.version
+        attempt.send(message, worker, self._deadline)
 
     def answered(self, vectors: list[Sequence[float]], tokens: int) -> None:
         """A part is there."""

@@ -21,22 +21,24 @@ from sapwood_common.errors import (
     SapwoodError,
     UnavailableError,
 )
+from sapwood_common.shared_bytes import SharedBytes
 from sapwood_net.http2.server.turnstile import Turnstile
 from sapwood_net.http2.server.waiting_line import Rank
 from sapwood_net.pacing.afterwards import Afterwards
 from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.fleet.circuit_breaker import Outcome, Permit
-from sapwood_router.fleet.convert import WorkerOutput, pack, to_worker_request
+from sapwood_router.fleet.convert import WorkerOutput, add_pictures, pack, to_worker_request
 from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.worker import Lease, Worker
 from sapwood_router.flow.attempts import Attempt, Attempts, acquire
+from sapwood_router.flow.cache_leases import CacheLeases
 from sapwood_router.flow.client import Client
 from sapwood_router.flow.disaggregation.decision import Disaggregation, Part
 from sapwood_router.flow.disaggregation.handoff import EarlyPull, Timing
 from sapwood_router.flow.embedding import Embedder
-from sapwood_router.flow.prepare import prepare, reserve
+from sapwood_router.flow.prepare import prepare, reserve, settle_model
 from sapwood_router.flow.relay.relay import Relay
 from sapwood_router.flow.retry import Failover, RetryPolicy
 from sapwood_router.flow.select import Route, Selector
@@ -82,6 +84,7 @@ class Pipeline:
         resume_grace: Seconds that a request whose worker was lost waits for another to come up.
         observer: Measures, traces and logs the requests.
         sessions: Those that requests may go on with.
+        leases: Keeps prompts that clients ask to keep.
         disaggregation: Decides whether prompts are computed on workers that are for that.
         seeds: Draws the seeds of requests that bring none.
         heavy: The queue of work that takes the event loop long, for all callers and APIs.
@@ -98,11 +101,14 @@ class Pipeline:
         resume_grace: float,
         observer: RequestObserver,
         sessions: SessionStore,
+        leases: CacheLeases,
         disaggregation: Disaggregation,
         seeds: Seeds,
         heavy: HeavyWork,
+        pixels: SharedBytes,
     ) -> None:
         self.sessions = sessions
+        self.leases = leases
         self.tokenizers = tokenizers
         self.registry = registry
         self.admission = admission
@@ -115,6 +121,8 @@ class Pipeline:
         self.seeds = seeds
         self.observer = observer
         self.heavy = heavy
+        self.pixels = pixels
+        """What prepared pictures of running requests take."""
         self.large = LargeTexts()
         """Where large requests wait, so that only one at a time is in memory as numbers and text."""
         self.starts = Turnstile()
@@ -127,6 +135,7 @@ class Pipeline:
 
     async def prepare(self, context: RequestContext) -> None:
         """Checks a request and makes tokens of its prompt; raises what :func:`prepare` does."""
+        settle_model(context, self.registry)
         stint = self.heavy.stint(context.caller.tenant)
         await prepare(context, self.tokenizers.of(context.model).client, self.registry, stint)
 
@@ -201,6 +210,10 @@ class Generation(Attempts):
         """The model's policy for that part; set together with it, once the request was admitted."""
         self._ticket: HeldTicket | None = None
         self._early: EarlyPull | None = None
+        self._pixels = 0
+        """Bytes of its pictures that are counted."""
+        self._counted = False
+        """Whether it counts among its adapter's requests."""
         self._timing: Timing | None = None
         """Measures what the request takes, for later decisions; None: there are none to make."""
 
@@ -250,6 +263,9 @@ class Generation(Attempts):
         self.closed = True
         context = self.context
         self._pipeline.running.remove(self)
+        if self._counted:
+            self._pipeline.registry.loras.begun(context.model or "", context.lora, -1)
+        self._pipeline.pixels.release(self.tenant, self._pixels)
         if context.session is not None:
             context.session.release()
         if self._timer is not None:
@@ -312,21 +328,30 @@ class Generation(Attempts):
             raise RequestCancelledError("the request was aborted")
         if self._index:
             await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
+        settle_model(context, pipeline.registry)
         self._place = reserve(context, pipeline.registry, pipeline.admission)
         with self._watch.stage("prepare"):
             if extent(context.prompt) >= _LONG:
                 await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
             await pipeline.prepare(context)
+            self._hold_pixels()
             if self._index:  # of a thousand prompts, lists of tokens would take 9 times as much
                 context.token_ids = array("I", context.token_ids)
             if len(context.token_ids) >= _MANY_TOKENS:  # which are hashed, looked up and sent
                 await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
-            self._prompt = pages_of(context, context.token_ids)
+            self._prompt = pages_of(context, context.token_ids, pipeline.registry)
             if len(context.token_ids) > MANY:
                 await self._look_ahead()
         if self._index:  # the prompts of many came back together
             await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
         self._stream = await self._open_stream()
+
+    def _hold_pixels(self) -> None:
+        """Counts the request's pictures until it ends. Raises ResourceExhaustedError if requests hold too many."""
+        size = sum(len(each.pixels) for each in self.context.pictures)
+        if not self.closed:
+            self._pipeline.pixels.hold(self.tenant, size)
+            self._pixels = size
 
     async def _open_stream(self) -> OutputStream:
         context = self.context
@@ -361,6 +386,10 @@ class Generation(Attempts):
         stream.follow(self.flush)
         try:
             context.model = shared.registry.resolve(context.model)
+            if context.lora:
+                shared.registry.loras.asked(context.model, context.lora)
+                shared.registry.loras.begun(context.model, context.lora, 1)
+                self._counted = True
             if context.caller.account is not None:
                 context.caller.account.take_prompt(context.prompt, len(context.token_ids))
             if (costs := shared.disaggregation.costs_of(context.model)) is not None:
@@ -414,7 +443,9 @@ class Generation(Attempts):
     def _demand(self) -> Demand:
         context = self.context
         model = self._pipeline.registry.resolve(context.model)
-        return Demand(model, len(self._prompt.token_ids), context.fields.prompt, refused_by=self._refused_by)
+        return Demand(
+            model, len(self._prompt.token_ids), context.fields.prompt, refused_by=self._refused_by, lora=context.lora
+        )
 
     # Stages 3 to 5: acquire, build, dispatch.
 
@@ -423,7 +454,7 @@ class Generation(Attempts):
         if self._part is Part.DECODE:  # it reads the prompt's pages and computes almost nothing of the prompt
             choice = replace(choice, cached_tokens=len(self._prompt.token_ids))
         with self._watch.stage("acquire"):
-            hands_off = self._part is Part.PREFILL
+            hands_off = self._part is Part.PREFILL and not self.context.continuations
             lease, permit = acquire(worker, choice, self._prompt, self._policy, self.tenant, hands_off=hands_off)
         assert worker.model is not None, "it was chosen for its model"
         self._watch.selected(choice.reason)
@@ -440,7 +471,9 @@ class Generation(Attempts):
     def _send(self, worker: Worker, attempt: Attempt) -> None:
         with self._watch.stage("build"):
             ticket = None if self._ticket is None else self._ticket.message
-            request, more = build(self.context, hand_off=self._part is Part.PREFILL, ticket=ticket)
+            source = lora_source(self.context, self._pipeline.registry)
+            hands_off = self._part is Part.PREFILL and not self.context.continuations
+            request, more = build(self.context, hand_off=hands_off, ticket=ticket, source=source)
         with self._watch.stage("dispatch"):
             attempt.send(request, worker, self._deadline, more)
         if self._part is Part.PREFILL:
@@ -488,6 +521,9 @@ class Generation(Attempts):
 
     def announced(self, ticket: HeldTicket) -> None:
         """Pages of the prompt can be read: a decode worker is to begin."""
+        if self.context.pictures:
+            ticket.release()  # an announcement names tokens alone; a later ticket names all pages
+            return
         if self._early is None:
             try:
                 route = self._pipeline.selector.decode(
@@ -522,7 +558,8 @@ class Generation(Attempts):
         """Appends what was generated to the prompt that the next worker gets."""
         context = self.context
         if len(context.output_ids) != self._prompt_output:
-            self._prompt = pages_of(context, [*context.token_ids, *context.output_ids])
+            tokens = [*context.token_ids, *context.output_ids]
+            self._prompt = pages_of(context, tokens, self._pipeline.registry)
             self._prompt_output = len(context.output_ids)
 
     # Stage 7: respond.
@@ -542,6 +579,8 @@ class Generation(Attempts):
                 if finish is not None and context.session is not None:
                     self._commit(context.session, finish.usage)  # before the client can ask again
                 client.take(delta)
+                if finish is not None and context.keep_seconds:
+                    self._pipeline.leases.take(context)
                 if finish is not None:
                     # Metrics and shares are counted after the delta is on its way to the client.
                     self._pipeline.afterwards.add(self._finished)
@@ -553,8 +592,12 @@ class Generation(Attempts):
         started, context = time.perf_counter(), self.context
         if context.first_token is None:
             context.first_token = started
+        if context.keep_seconds and not context.written_tokens:
+            context.written_tokens = self._pipeline.leases.writes(context)
         if not context.parallel_tool_calls:
             chunk.output.tool_calls = [call for call in chunk.output.tool_calls if call.index == 0]
+        if context.healed and chunk.output.text:
+            chunk.output.text = _without_healed(context, chunk.output.text)
         finish = finish_of(context, chunk) if chunk.ended else None
         start, end = self._sent_tokens, chunk.tokens if finish is None else finish.usage.completion_tokens
         token_ids = context.output_ids[start:end].tolist()
@@ -572,9 +615,10 @@ class Generation(Attempts):
             held,
             usage.prompt_tokens,
             usage.cached_tokens,
-            context.model or "",
+            context.public_model,
             context.worker,
             context.caller.cache_salt,
+            context.lora,
         )
 
 
@@ -610,6 +654,8 @@ class GenerationAttempt(Attempt):
             self._generation.announced(more.announced)
             if not token_ids:
                 return
+        if more is not None and more.weight_version:
+            context.weight_versions.append((len(context.output_ids), more.weight_version))
         context.output_ids.extend(token_ids)
         if more is not None:
             self._note(more)
@@ -634,6 +680,7 @@ class GenerationAttempt(Attempt):
         first = not (context.resumptions or context.handoffs)
         if more.cached_tokens is not None and first:
             context.cached_tokens = more.cached_tokens
+        context.lora_digest = more.lora_digest or context.lora_digest
         context.logprobs.extend(more.logprobs)
         if more.prompt_logprobs and first:
             context.prompt_logprobs = more.prompt_logprobs
@@ -655,8 +702,33 @@ class GenerationAttempt(Attempt):
             self._worker_stream.resume()
 
 
+def _without_healed(context: RequestContext, text: str) -> str:
+    """More of an answer's text, without what it repeats of the prompt."""
+    count = min(len(context.healed), len(text))
+    repeated, context.healed = context.healed[:count], context.healed[count:]
+    return text.removeprefix(repeated)
+
+
+def lora_source(context: RequestContext, registry: Registry) -> worker_pb2.LoraSource | None:
+    """What the next worker has to know of a request's adapter; None: there is none.
+
+    A worker that continues the text of another one must have weights with the same digest.
+    """
+    if not context.lora:
+        return None
+    lora = registry.loras.find(context.model or "", context.lora)
+    source = worker_pb2.LoraSource(digest=context.lora_digest if context.output_ids or context.handoffs else b"")
+    if lora is not None:
+        source.path, source.version = lora.path, lora.version
+    return source
+
+
 def build(
-    context: RequestContext, *, hand_off: bool = False, ticket: worker_pb2.HandoffTicket | None = None
+    context: RequestContext,
+    *,
+    hand_off: bool = False,
+    ticket: worker_pb2.HandoffTicket | None = None,
+    source: worker_pb2.LoraSource | None = None,
 ) -> tuple[worker_pb2.WorkerGenerateRequest, Sequence[bytes]]:
     """The message for the next worker, with the prompt, the tokens generated so far, and how many are left to generate.
 
@@ -664,6 +736,7 @@ def build(
         context: The request; its tries are counted.
         hand_off: Whether the worker computes the prompt and one token only.
         ticket: For the prompt's pages.
+        source: Of the request's adapter.
 
     Returns:
         The message, and the tokens of a very long prompt in the form of :func:`~sapwood_router.fleet.convert.pack`; the message
@@ -688,12 +761,20 @@ def build(
     caller = context.caller
     if caller is not NOBODY:
         request.priority, request.tenant, request.cache_salt = caller.priority, caller.tenant, caller.cache_salt
+    if context.pictures:
+        add_pictures(request, context.pictures)
+    for node in context.continuations:
+        request.continuations.add(parent=None if node.parent < 0 else node.parent, token_ids=node.token_ids)
     if context.compiled_grammar:
         request.grammar.compiled = context.compiled_grammar
     if hand_off:
         request.hand_off = True
     if ticket is not None:
         request.ticket.CopyFrom(ticket)
+    if context.lora:
+        request.lora_name = context.lora
+        if source is not None:
+            request.lora_source.CopyFrom(source)
     return request, more
 
 
@@ -720,10 +801,17 @@ def finish_of(context: RequestContext, chunk: OutputChunk) -> Finish:
         context.accepted_prediction_tokens,
         context.rejected_prediction_tokens,
         min(chunk.reasoning_tokens, tokens),
+        context.written_tokens,
     )
     return Finish(reason, context.usage, chunk.stop_match, stop_token)
 
 
-def pages_of(context: RequestContext, token_ids: Sequence[int]) -> PromptPages:
+def pages_of(context: RequestContext, token_ids: Sequence[int], registry: Registry) -> PromptPages:
     """A prompt of the request, as policies see it."""
-    return PromptPages(token_ids, context.caller.session, context.caller.cache_salt)
+    caller, spans = context.caller, [each.span for each in context.pictures]
+    weights = registry.weights_of(context.model or "")
+    if not context.lora:
+        return PromptPages(token_ids, caller.session, caller.cache_salt, pictures=spans, weights=weights)
+    lora = registry.loras.find(context.model or "", context.lora)
+    digest = b"" if lora is None else lora.digest
+    return PromptPages(token_ids, caller.session, caller.cache_salt, context.lora, digest, spans, weights)

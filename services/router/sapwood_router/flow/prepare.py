@@ -20,6 +20,7 @@ from sapwood_common.errors import (
 from sapwood_net.pacing.heavy_work import Stint
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.registry import Registry
+from sapwood_router.flow.healing import check_healing, heal
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt, Turn, has_strict_tool
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.tokens import MANY, TokenIds, pieces
@@ -71,10 +72,22 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         check_whole_prompt(context.prompt)
     if not context.detokenize:
         check_tokens_only(context.prompt, context.output.stop)
+    if context.heals:
+        check_healing(context)
     prompt = context.prompt
     try:
         if isinstance(prompt, TextPrompt) and prompt.suffix:
             await _prepare_gap(context, prompt, tokenizer, registry, stint)
+        elif isinstance(prompt, TextPrompt) and prompt.pictures:
+            encoded = await tokenizer.encode_seen(
+                prompt,
+                context.request_id,
+                context.deadline,
+                context.caller.cache_salt,
+                stint,
+                most_tokens=_most_tokens(context, registry),
+            )
+            context.token_ids, context.pictures = encoded.token_ids, encoded.pictures
         elif isinstance(prompt, TextPrompt) and context.session is not None and context.session.tokens:
             added = await tokenizer.encode_texts(
                 [prompt.text], context.request_id, context.deadline, context.caller.cache_salt, stint, add_special=False
@@ -99,6 +112,8 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         if context.bad_words:
             sequences = await _bad_words(context, tokenizer)
             context.sampling = replace(context.sampling, bad_words_ids=sequences)
+        if context.heals:
+            await heal(context, tokenizer)
         if context.grammar is not None and not isinstance(prompt, ChatPrompt):
             await _compile(context, tokenizer)
     except SapwoodError as error:
@@ -190,6 +205,9 @@ async def _prepare_chat(
     else:
         encoded = await encode(prompt)
         context.token_ids = _cut(encoded.token_ids, context, registry)
+    if encoded.pictures and len(context.token_ids) < len(encoded.token_ids):
+        raise InvalidArgumentError("a conversation with pictures is not cut between its tokens", field="messages")
+    context.pictures = encoded.pictures
     context.output = replace(
         context.output,
         tool_parser=info.tool_parser if prompt.tools else "",
@@ -229,6 +247,27 @@ _MOST_TOKENS = 4096
 """No request is assumed to need more: clients set a huge max_tokens to mean "no limit", and mostly get no more than others."""
 CHARACTERS_A_TOKEN = 4
 """A rough mean, for text that is not tokenized yet."""
+
+
+def settle_model(context: RequestContext, registry: Registry) -> None:
+    """Tells model and adapter of a request apart. May be called again; leaves a model that is not known to later stages.
+
+    Raises:
+        NotFoundError: The model has no such adapter.
+        InvalidArgumentError: Two adapters are named, or several models have the one that is.
+    """
+    if context.named:
+        return
+    lora = registry.lora_of(context.model)
+    if lora:
+        if context.lora not in ("", lora):
+            raise InvalidArgumentError(f"model names the adapter {lora!r}, lora_name another", field="lora_name")
+        context.lora, context.named = lora, context.model or lora
+        context.model = registry.resolve(context.model)
+    elif context.lora:
+        model = registry.resolve(context.model)
+        registry.check_lora(model, context.lora, context.fields.lora)
+        context.model, context.named = model, context.lora
 
 
 def reserve(context: RequestContext, registry: Registry, admission: AdmissionControl) -> Place | None:

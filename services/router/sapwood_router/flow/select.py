@@ -139,10 +139,12 @@ def choose(
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
     """
     available = registry.available(demand.model)
-    many = len(available) > MANY
-    workers = _shortlist(demand, prompt, registry, policy, roles, session_at) if many else None
-    if workers is None:
-        workers = of_roles(available, demand, roles).workers
+    if demand.lora:
+        workers = with_lora(available, demand, registry, roles, session_at)
+    else:
+        many = len(available) > MANY
+        listed = _shortlist(demand, prompt, registry, policy, roles, session_at) if many else None
+        workers = of_roles(available, demand, roles).workers if listed is None else listed
     if seen is not None:
         seen.views = [worker.view() for worker in workers]
         seen.shadows = {}
@@ -153,6 +155,33 @@ def choose(
     else:
         choice = policy.choose([worker.view() for worker in workers], prompt)
     return next(worker for worker in workers if worker.address == choice.address), choice
+
+
+def with_lora(
+    available: Sequence[Worker], demand: Demand, registry: Registry, roles: Sequence[Role], session_at: str = ""
+) -> list[Worker]:
+    """The workers to choose from for a request with an adapter: of those that are to have it, the ones that have loaded it, else
+    all of them, else any worker. The session's own worker is among them if it has loaded the adapter.
+
+    Raises:
+        InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
+    """
+    places = registry.loras.holders(demand.model, demand.lora)
+    lora = registry.loras.find(demand.model, demand.lora)
+    loaded = frozenset[str]() if lora is None else lora.workers
+    named = {*places, session_at} if session_at in loaded else {*places}
+    groups = [{*named & loaded}, named]
+    for group in groups:
+        chosen = [worker for worker in available if worker.address in group]
+        if not chosen:
+            continue
+        try:
+            found = of_roles(chosen, demand, roles).workers
+        except (InvalidArgumentError, UnavailableError):
+            continue
+        if any(worker.room for worker in found):
+            return found
+    return of_roles(available, demand, roles).workers
 
 
 def of_roles(workers: Iterable[Worker], demand: Demand, roles: Sequence[Role]) -> Eligible:

@@ -37,7 +37,9 @@ _PIN_OUTLASTS = 30.0
 class Pins(Protocol):
     """Pins prefixes at workers; see :class:`~sapwood_router.fleet.control.WorkerPins`."""
 
-    async def pin(self, address: str, name: str, token_ids: Sequence[int], cache_salt: str, seconds: float) -> int: ...
+    async def pin(
+        self, address: str, name: str, token_ids: Sequence[int], cache_salt: str, seconds: float, lora: str = ""
+    ) -> int: ...
 
     async def unpin(self, address: str, name: str) -> None: ...
 
@@ -74,7 +76,7 @@ class Session:
         expires: When that is, on the event loop's clock.
         tokens: Prompts and answers so far.
         model: The model that has answered; empty: none has.
-        cache_salt: The salt of its last request.
+        cache_salt, lora: The salt and the adapter of its last request.
         worker: The address of the worker that answered last; empty: none has.
         pinned: Tokens pinned there.
         turns, prompt_tokens, cached_tokens: Requests that were answered, their prompts' tokens, and how many were cached.
@@ -89,6 +91,7 @@ class Session:
     tokens: array[int] = field(default_factory=lambda: array("I"))
     model: str = ""
     cache_salt: str = ""
+    lora: str = ""
     worker: str = ""
     pinned: int = 0
     turns: int = 0
@@ -155,7 +158,7 @@ class SessionStore:
         self._tenants.setdefault(tenant, own)[session.session_id] = session
         if other is not None:
             session.tokens, session.model = other.tokens[:], other.model
-            session.worker, session.cache_salt = other.worker, other.cache_salt
+            session.worker, session.cache_salt, session.lora = other.worker, other.cache_salt, other.lora
             self._use(other)
             self._spawn(self._pin(session))
         self._arm(session)
@@ -250,6 +253,7 @@ class SessionStore:
                     session.tokens,
                     session.cache_salt,
                     session.ttl + _PIN_OUTLASTS,
+                    session.lora,
                 )
             except SapwoodError as error:
                 session.pinned = 0
@@ -303,14 +307,21 @@ class OpenTurn:
         return self._session.model or None
 
     def commit(
-        self, token_ids: Sequence[int], prompt_tokens: int, cached_tokens: int, model: str, worker: str, cache_salt: str
+        self,
+        token_ids: Sequence[int],
+        prompt_tokens: int,
+        cached_tokens: int,
+        model: str,
+        worker: str,
+        cache_salt: str,
+        lora: str = "",
     ) -> None:
         if self._over:
             return
         session = self._session
         moved = session.worker not in ("", worker)
         session.tokens, session.model, session.worker = array("I", token_ids), model, worker
-        session.cache_salt = cache_salt
+        session.cache_salt, session.lora = cache_salt, lora
         session.turns += 1
         session.prompt_tokens += prompt_tokens
         session.cached_tokens += cached_tokens

@@ -23,7 +23,9 @@ from sapwood_common.telemetry.logs import traceparent_var
 from sapwood_common.telemetry.series import Histogram
 from sapwood_common.telemetry.shown_text import LongText
 from sapwood_common.telemetry.tracing import Attribute, Span, Tracing
+from sapwood_router.observe.history import History
 from sapwood_router.observe.metrics import RouterMetrics
+from sapwood_router.observe.timelines import Noted, Timeline, Timelines, came_at
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest
 from sapwood_router.request.output import Output
@@ -216,12 +218,17 @@ class RequestObserver:
         metrics: The router's.
         tracing: Where spans go.
         log: Writes a line for each request.
+        timelines, history: What the page shows of requests.
     """
 
-    def __init__(self, metrics: RouterMetrics, tracing: Tracing, log: RequestLog) -> None:
+    def __init__(
+        self, metrics: RouterMetrics, tracing: Tracing, log: RequestLog, timelines: Timelines, history: History
+    ) -> None:
         self.metrics = metrics
         self.tracing = tracing
         self.log = log
+        self.timelines = timelines
+        self.history = history
 
     def watch(self, context: RequestContext) -> RequestWatch:
         """A request came; to be called in the task that serves it."""
@@ -239,6 +246,7 @@ class Stage(msgspec.Struct):
     tracing: Tracing
     traceparent: str | None
     name: str
+    watch: RequestWatch
     started: float = 0.0
     span: Span | None = None
     token: Token[str | None] | None = None
@@ -255,7 +263,9 @@ class Stage(msgspec.Struct):
         if self.span is not None and self.token is not None:
             traceparent_var.reset(self.token)
             self.span.end(error=None if error is None else str(error) or type(error).__name__)
-        self.seconds.observe(time.perf_counter() - self.started)
+        seconds = time.perf_counter() - self.started
+        self.seconds.observe(seconds)
+        self.watch.noted.add(self.name, self.watch.worker, self.started, seconds)
 
 
 class RequestWatch:
@@ -271,6 +281,9 @@ class RequestWatch:
         self._tracing = observer.tracing
         self._traced = observer.tracing.on
         self._context = context
+        self._timelines = observer.timelines
+        self._history = observer.history
+        self.noted = Noted(context.started)
         self._said: list[Output] | None = [] if observer.log.shows_answers else None
         self._last = 0.0
         """When the last delta came."""
@@ -293,7 +306,12 @@ class RequestWatch:
 
     def stage(self, name: str) -> Stage:
         """A stage, to be entered once."""
-        return Stage(self._metrics.stages[name], self._tracing, self.traceparent, name)
+        return Stage(self._metrics.stages[name], self._tracing, self.traceparent, name, self)
+
+    @property
+    def worker(self) -> str:
+        """The worker that the request is at."""
+        return self._context.worker
 
     def begin(self, name: str) -> None:
         """A stage begins that another callback ends."""
@@ -309,7 +327,9 @@ class RequestWatch:
         if span is not None:
             span.end()
         seconds = self._metrics.stages.get(name) or self._metrics.pair.at(part=name)
-        seconds.observe(time.perf_counter() - started)
+        took = time.perf_counter() - started
+        seconds.observe(took)
+        self.noted.add(name, self._context.worker, started, took)
 
     def part(self, part: PairPart | None) -> None:
         """A part of a request that is handed from worker to worker begins, and the one before is over; None: none begins."""
@@ -394,5 +414,37 @@ class RequestWatch:
                 self._span.rename(span_name(operation_of(context), context.model))
             for name, value in answered(context, code).items():
                 self._span.set(name, value)
+        self._show(code)
         self._span.end(error=None if code == "OK" else code if context.error is None else context.error.message)
         self._log.write(context, self._said or ())
+
+    def _show(self, code: str) -> None:
+        """Hands the request over to what the page shows."""
+        context = self._context
+        generated, asked_tokens = context.token_counts
+        tokens = max(generated, len(context.output_ids))
+        now = time.perf_counter()
+        first = None if context.first_token is None else context.first_token - context.started
+        if first is not None and context.worker != "-":
+            each = (self._last - context.started - first) / (tokens - 1) if tokens > 1 and self._last else None
+            self._history.ended(context.worker, first, each)
+        trace = (self.traceparent or "").split("-")
+        self._timelines.add(
+            Timeline(
+                context.request_id,
+                trace[1] if self._traced and len(trace) > 1 else "",
+                context.model or "-",
+                context.worker,
+                context.reason,
+                code,
+                came_at(context.started),
+                now - context.started,
+                first,
+                asked_tokens,
+                context.cached_tokens,
+                tokens,
+                context.resumptions,
+                self.noted.stages,
+                context.caller.tenant or "",
+            )
+        )

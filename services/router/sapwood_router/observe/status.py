@@ -31,6 +31,8 @@ class WorkerState:
         proposed_role: The role that its load suggests; empty: its present role.
         proposed_because: Why.
         tokens_per_second: That it generated for this router, over the last ten seconds.
+        page_size, context_length: Of its model, in tokens; 0 while it is not known.
+        weights: What its weights are called; empty: it does not say.
     """
 
     address: str
@@ -46,6 +48,9 @@ class WorkerState:
     role: str = "both"
     proposed_role: str = ""
     proposed_because: str = ""
+    page_size: int = 0
+    context_length: int = 0
+    weights: str = ""
 
     @property
     def used_share(self) -> float | None:
@@ -137,6 +142,9 @@ class StatusBoard:
                     role=(worker.model.role if worker.model is not None else Role.BOTH).value,
                     proposed_role="" if worker.proposed is None else worker.proposed[0].value,
                     proposed_because="" if worker.proposed is None else worker.proposed[1],
+                    page_size=worker.model.page_size if worker.model is not None else 0,
+                    context_length=worker.model.context_length if worker.model is not None else 0,
+                    weights=worker.model.weight_version if worker.model is not None else "",
                 )
                 for worker in self._registry.all()
             ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import enum
 import time
 from array import array
@@ -13,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sapwood_common.contract.json_text import decode
+from sapwood_common.contract.pictures import PictureSpan
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.grammar.source import GrammarKind
@@ -120,7 +123,14 @@ class SessionTurn(Protocol):
     worker: str
 
     def commit(
-        self, token_ids: Sequence[int], prompt_tokens: int, cached_tokens: int, model: str, worker: str, cache_salt: str
+        self,
+        token_ids: Sequence[int],
+        prompt_tokens: int,
+        cached_tokens: int,
+        model: str,
+        worker: str,
+        cache_salt: str,
+        lora: str = "",
     ) -> None:
         """The request has its whole answer.
 
@@ -130,6 +140,7 @@ class SessionTurn(Protocol):
             model: The model.
             worker: The address of the worker that finished it.
             cache_salt: The request's salt.
+            lora: The adapter; empty: none.
         """
         ...
 
@@ -150,6 +161,36 @@ BETWEEN_PARTS = "\n"
 """What stands between the texts of one message where a template takes one text, as in vLLM and SGLang."""
 
 
+class PictureSource(msgspec.Struct, frozen=True):
+    """A picture, or a ``video``, as a client sent it: its ``url``, or the file as ``data``."""
+
+    url: str = ""
+    detail: str = ""
+    data: bytes = b""
+    video: bool = False
+
+
+def picture_file(text: str, field: str) -> PictureSource:
+    """A picture that came as base64.
+
+    Raises:
+        InvalidArgumentError: It is no base64; names the field.
+    """
+    try:
+        return PictureSource(data=base64.b64decode(text, validate=True))
+    except (binascii.Error, ValueError):
+        raise InvalidArgumentError("a picture is base64", field=field) from None
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """A picture that was prepared, at its place. Fields as in ``Picture`` of ``common.proto``."""
+
+    span: PictureSpan
+    shape: tuple[int, int, int]
+    layout: tuple[int, ...]
+    pixels: bytes
+
+
 class Turn(msgspec.Struct, frozen=True):
     """One turn of a conversation. Fields as in ``ChatMessage`` of ``common.proto``."""
 
@@ -160,17 +201,27 @@ class Turn(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     parts: tuple[str, ...] = ()
+    items: tuple[str | PictureSource, ...] = ()
+
+
+class ScoreNode(msgspec.Struct, frozen=True):
+    """A node of a tree of continuations to score. Fields as in ``ScoreNode`` of ``worker.proto``; -1: it continues the prompt."""
+
+    parent: int
+    token_ids: tuple[int, ...]
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
     """A prompt the tokenizer has to encode; with a suffix the model is to fill the gap between the two.
 
-    ``add_special``: whether the model's own special tokens come before the text.
+    ``add_special``: whether the model's own special tokens come before the text. ``pictures``: they go in the places of the
+    model's marks for pictures in the text.
     """
 
     text: str
     suffix: str = ""
     add_special: bool = True
+    pictures: tuple[PictureSource, ...] = ()
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
@@ -228,6 +279,10 @@ class FieldNames:
         turns: The full name of each of a conversation's turns; empty: they are the items of ``prompt``.
         tool: Prefix of the field names of a tool: ``function.`` or empty.
         parameters: The name of a tool's parameters within that.
+        lora: The full name of the adapter.
+        items: The name of a message's parts within the message.
+        pictures: The full name of the pictures of a text; empty: it has none.
+        healing: The full name of the option of token healing.
     """
 
     prompt: str
@@ -242,6 +297,10 @@ class FieldNames:
     turns: tuple[str, ...] = ()
     tool: str = "function."
     parameters: str = "parameters"
+    lora: str = "lora_name"
+    items: str = "items"
+    pictures: str = ""
+    healing: str = "token_healing"
 
 
 class FinishReason(enum.Enum):
@@ -253,7 +312,8 @@ class FinishReason(enum.Enum):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one request; those of drafts are the last worker's."""
+    """Token counts of one request; those of drafts are the last worker's. ``written_tokens``: those of the prompt that were not
+    cached, and are kept now because the client asked for it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -261,6 +321,7 @@ class Usage(msgspec.Struct, frozen=True):
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     reasoning_tokens: int = 0
+    written_tokens: int = 0
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -301,7 +362,13 @@ class RequestContext(msgspec.Struct):
         grammar: What the text must match.
         tool_choice: Which calls there must be.
         parallel_tool_calls: Whether there may be several calls.
+        lora: The adapter that generates; empty: none. Until the model is settled it may be part of ``model`` instead.
+        named: What the client called the adapter; empty: there is none.
+        lora_digest: The digest of its weights at the first worker, as far as it is known.
         session: The session that it continues; None: none.
+        keep_seconds: How long the client asks to keep the prompt cached; 0: it does not.
+        heals: Whether the prompt's last tokens are taken back where a longer token could begin with their text.
+        healed: What the answer begins with that the client is not sent (prepare, respond).
         notice: A notice for the client in addition to its answer; empty: none (prepare).
         compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
         fields: How the client spells them.
@@ -309,12 +376,16 @@ class RequestContext(msgspec.Struct):
         caller: Who asks.
         worker_request_id: Unique among all requests, also where clients reuse an id.
         token_ids: The prompt's tokens (prepare).
+        pictures: The pictures among them (prepare).
+        continuations: What is scored instead of generating; ``prompt_logprobs`` then has one for each of their tokens.
         packed: The same as parts of a message, ready for the first worker, where there are very many.
         worker, reason: Address of the worker that answers, and why it was chosen (select).
         output_ids: Tokens the worker generated so far (execute).
+        weight_versions: What the weights are called that have computed them, each with the first token from which on they have.
         logprobs, prompt_logprobs: How likely those were, and the prompt's tokens but the first, if asked for (execute).
         own_ends: Stop tokens that are the model's, not the client's (prepare).
         worker_finish, cached_tokens: From the worker (execute); the cached tokens are those of the first worker.
+        written_tokens: See :class:`Usage` (respond).
         accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output (execute).
         attempts: Workers the request was given to (build).
         handoffs: How often the worker that computed the prompt gave a ticket for it.
@@ -339,19 +410,29 @@ class RequestContext(msgspec.Struct):
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     caller: Caller = NOBODY
+    lora: str = ""
+    named: str = ""
+    lora_digest: bytes = b""
     session: SessionTurn | None = None
     notice: str = ""
+    keep_seconds: float = 0.0
+    heals: bool = False
+    healed: str = ""
     compiled_grammar: bytes = b""
     token_ids: TokenIds = msgspec.field(default_factory=list)
+    pictures: Sequence[Picture] = ()
+    continuations: Sequence[ScoreNode] = ()
     packed: Sequence[bytes] = ()
     worker: str = "-"
     reason: str = "-"
     output_ids: array[int] = msgspec.field(default_factory=partial(array, "I"))
+    weight_versions: list[tuple[int, str]] = msgspec.field(default_factory=list)
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     prompt_logprobs: Sequence[Likelihoods] = ()
     own_ends: frozenset[int] = frozenset()
     worker_finish: FinishReason | None = None
     cached_tokens: int = 0
+    written_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     attempts: int = 0
@@ -361,6 +442,11 @@ class RequestContext(msgspec.Struct):
     first_token: float | None = None
     usage: Usage | None = None
     error: SapwoodError | None = None
+
+    @property
+    def public_model(self) -> str:
+        """What answers call the model: as the client named its adapter, if there is one."""
+        return self.named or self.model or ""
 
     @property
     def token_counts(self) -> tuple[int, int]:

@@ -64,6 +64,7 @@ class EmbedRequest:
         prompt_name: The prompt of the model's files that goes before each text; "": none; None: the files' default.
         deadline: On the event loop's clock.
         caller: Who asks.
+        lora: The adapter; empty: the one that ``model`` names, if any.
         classifies: Whether the logits of the model's labels are wanted; pooling, normalize and dimensions are None then.
     """
 
@@ -79,6 +80,7 @@ class EmbedRequest:
     prompt_name: str | None = None
     caller: Caller = NOBODY
     classifies: bool = False
+    lora: str = ""
 
 
 @dataclass(frozen=True, slots=True)

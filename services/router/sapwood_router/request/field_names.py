@@ -10,6 +10,7 @@ from sapwood_router.request.context import FieldNames
 _SAMPLING = "sampling."
 _TOOL_CALLS = "tool_calls."
 _PART_OF_CALL = re.compile(r"(?<=\.tool_calls\[)(\d+\]\.)(?=name$|arguments$)")
+_ITEMS = re.compile(r"(?<=\.)items(?=\[)")
 _REASONING = re.compile(r"(?<=\.)reasoning$")
 
 
@@ -25,7 +26,13 @@ def to_client_field(error: SapwoodError, fields: FieldNames) -> SapwoodError:
         if isinstance(error, InvalidArgumentError):
             return InternalError(f"a service refused its request: {error.field}: {error.message}")
         return type(error)(error.message, retry_after=error.retry_after)
-    return type(error)(error.message, field=name, retry_after=error.retry_after)
+    return type(error)(_renamed(error.message, error.field, name), field=name, retry_after=error.retry_after)
+
+
+def _renamed(message: str, service_name: str, client_name: str) -> str:
+    """A message that begins with a service's name of the field, with the client's."""
+    ours, theirs = (name.rpartition(".")[2] for name in (service_name, client_name))
+    return re.sub(rf"^{re.escape(ours)}\b", lambda _: theirs, message) if ours != theirs else message
 
 
 def _translate(field: str, fields: FieldNames) -> str | None:
@@ -39,18 +46,21 @@ def _translate(field: str, fields: FieldNames) -> str | None:
         return None if field == "grammar.compiled" else fields.grammar or field
     stem, bracket, rest = field.partition("[")
     match stem:
-        case "token_ids":  # the worker's name of the whole prompt
+        case "pictures" if fields.pictures:
+            return fields.pictures + bracket + rest
+        case "token_ids" | "pictures":  # the worker's names of the whole prompt, and of what is in it
             return fields.prompt
         case "texts":  # texts[0] is the prompt: the router sends one
             return fields.prompt
         case "messages":
             name = _PART_OF_CALL.sub(rf"\1{fields.call}", bracket + rest)
+            name = _ITEMS.sub(fields.items, name)
             return _in_turn(_REASONING.sub(fields.reasoning, name), fields)
         case "tools":
             return _in_tool(field, fields)
         case "stop":
             return fields.stop
-        case "model" | "suffix" | "continue_final_message" | "bad_words":
+        case "model" | "suffix" | "continue_final_message" | "bad_words" | "continuations":
             return field
         case "template_variables":
             return fields.template_variables

@@ -69,10 +69,12 @@ def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
     """Refuses an empty prompt and token ids that are no token ids."""
     if isinstance(prompt, TextPrompt):
         if not prompt.text and not prompt.suffix:
-            raise InvalidArgumentError("the prompt is empty", field=fields.prompt)
+            raise InvalidArgumentError(
+                "the prompt is empty; it needs a text of one letter at least", field=fields.prompt
+            )
     elif isinstance(prompt, ChatPrompt):
         if not prompt.turns:
-            raise InvalidArgumentError("the conversation is empty", field=fields.prompt)
+            raise InvalidArgumentError("the conversation is empty; it needs a message at least", field=fields.prompt)
         if len(prompt.tools) > _MOST_TOOLS:
             raise InvalidArgumentError(
                 f"the tools have {len(prompt.tools)} characters; the most are {_MOST_TOOLS}", field="tools"
@@ -92,7 +94,7 @@ def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
 def check_token_ids(token_ids: Sequence[int], field: str) -> None:
     """Refuses none at all, and what is no token id."""
     if not token_ids:
-        raise InvalidArgumentError("the prompt is empty", field=field)
+        raise InvalidArgumentError("the prompt is empty; it needs a token at least", field=field)
     if not 0 <= min(token_ids) <= max(token_ids) < _UINT32:
         raise InvalidArgumentError("token ids must be in 0..4294967295", field=field)
 
@@ -127,7 +129,7 @@ def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
         return
     check_counts(len(stop), 0, field)
     if not all(stop):
-        raise InvalidArgumentError("a stop string is empty", field=field)
+        raise InvalidArgumentError("a stop string is empty; leave it out", field=field)
     _check_longest(stop, "a stop string", field)
 
 

@@ -17,6 +17,7 @@ from sapwood_router.routing.policies.power_of_two import PowerOfTwo
 from sapwood_router.routing.policies.prefix_hash import PrefixHash
 from sapwood_router.routing.policies.random import Random
 from sapwood_router.routing.policies.round_robin import RoundRobin
+from sapwood_router.routing.policies.session_affinity import SessionAffinity
 
 GROUP = "sapwood.policies"
 
@@ -42,6 +43,7 @@ _MAKERS: dict[str, Callable[[PolicyParts], Policy]] = {
     "cache_aware": lambda parts: CacheAware(
         PrefixIndex(parts.index_bytes, parts.clock), parts.blocks, HotPrefixes(parts.clock), parts.rng
     ),
+    "session_affinity": lambda parts: SessionAffinity(parts.rng),
     "round_robin": lambda parts: RoundRobin(),
     "random": lambda parts: Random(parts.rng),
     "least_load": lambda parts: LeastLoad(parts.rng),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from sapwood_router.routing.policies.base import Choice, Policy, PromptPages
+from sapwood_router.routing.policies.base import Choice, CostPart, Itemised, Policy, PromptPages, ShowsPrefixes
 from sapwood_router.routing.worker_view import WorkerView
 
 
@@ -60,6 +60,10 @@ class Shadowed:
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
         return self.live.explain(workers, prompt)
+
+    def parts(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, Sequence[CostPart]]:
+        """What each worker's cost is made of; empty if the policy does not say."""
+        return self.live.parts(workers, prompt) if isinstance(self.live, Itemised) else {}
 
 
 class PolicyBook:
@@ -124,6 +128,14 @@ class PolicyBook:
         """The worker gets nothing new; ``heirs`` serve the same model."""
         for policy in self._remembering.values():
             policy.drained(address, heirs)
+
+    def latest(self, most: int) -> list[tuple[str, Sequence[bytes]]]:
+        """The latest prompts that policies remember; see :class:`~sapwood_router.routing.policies.base.ShowsPrefixes`."""
+        found: list[tuple[str, Sequence[bytes]]] = []
+        for policy in self._remembering.values():
+            if isinstance(policy, ShowsPrefixes):
+                found += policy.latest(most)
+        return found
 
     def _get(self, name: str) -> Policy:
         return self._remembering.get(name) or self._make(name)

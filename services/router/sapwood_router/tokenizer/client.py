@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
+from sapwood_common.contract.pictures import PictureSpan
 from sapwood_common.errors import (
     DeadlineExceededError,
     InternalError,
@@ -29,7 +30,16 @@ from sapwood_common.status import from_rpc_error
 from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork, Stint
 from sapwood_net.pacing.steps import Steps, in_turns
 from sapwood_router.request.arguments import whole_arguments
-from sapwood_router.request.context import AnswerGrammar, ChatPrompt, CompiledGrammar, RequestContext, TextPrompt, Turn
+from sapwood_router.request.context import (
+    AnswerGrammar,
+    ChatPrompt,
+    CompiledGrammar,
+    Picture,
+    PictureSource,
+    RequestContext,
+    TextPrompt,
+    Turn,
+)
 from sapwood_router.request.tokens import MANY, TokenIds, gather, gather_many
 from sapwood_router.tokenizer.replica import ABSENT, TokenizerReplica
 from sapwood_text.vocabulary import TokenTable, Vocabulary
@@ -161,9 +171,34 @@ def to_turns(turns: Sequence[Turn]) -> list[common_pb2.ChatMessage]:
             tool_call_id=turn.tool_call_id,
             reasoning=turn.reasoning,
             parts=turn.parts,
+            items=map(_to_item, turn.items),
         )
         for turn in turns
     ]
+
+
+def _to_item(item: str | PictureSource) -> common_pb2.ContentPart:
+    if isinstance(item, str):
+        return common_pb2.ContentPart(text=item)
+    return common_pb2.ContentPart(picture=_to_source(item))
+
+
+def _to_source(picture: PictureSource) -> common_pb2.PictureSource:
+    if picture.data:
+        return common_pb2.PictureSource(data=picture.data, detail=picture.detail, video=picture.video)
+    return common_pb2.PictureSource(url=picture.url, detail=picture.detail, video=picture.video)
+
+
+def _picture_of(message: common_pb2.Picture, token_ids: Sequence[int]) -> Picture:
+    offset, length = message.offset, message.length
+    if not length or offset + length > len(token_ids):
+        raise _wrong(f"a picture of {length} tokens at place {offset} of {len(token_ids)}")
+    return Picture(
+        PictureSpan(offset, length, token_ids[offset], message.digest),
+        (message.tiles, message.height, message.width),
+        tuple(message.layout),
+        message.pixels,
+    )
 
 
 AnswerT = TypeVar("AnswerT")
@@ -214,10 +249,12 @@ _AT_ONCE = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """A conversation as tokens; ``reasoning_open`` says whether the output begins inside reasoning, None if unknown."""
+    """A conversation as tokens and pictures; ``reasoning_open`` says whether the output begins inside reasoning, None if
+    unknown."""
 
     token_ids: TokenIds
     reasoning_open: bool | None
+    pictures: Sequence[Picture] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +438,29 @@ class TokenizerClient:
                 tuple(answer.end_token_ids),
             )
 
+    async def encode_seen(
+        self,
+        prompt: TextPrompt,
+        request_id: str,
+        deadline: float,
+        cache_salt: str = "",
+        stint: Stint | None = None,
+        *,
+        most_tokens: MostTokens | None = None,
+    ) -> EncodedChat:
+        """The tokens of a text with pictures; arguments and errors are those of :meth:`encode_text`."""
+        request = tokenizer_pb2.TokenizeRequest(
+            texts=(prompt.text,),
+            cache_salt=cache_salt,
+            add_special_tokens=prompt.add_special,
+            pictures=map(_to_source, prompt.pictures),
+        )
+        if most_tokens is not None:
+            request.max_tokens = most_tokens()
+        answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
+        token_ids = await _gather(_sequences(answer, 1)[0].ids, stint or self._heavy.stint(cache_salt))
+        return EncodedChat(token_ids, None, tuple(_picture_of(each, token_ids) for each in answer.pictures))
+
     async def encode_chat(
         self,
         prompt: ChatPrompt,
@@ -441,7 +501,9 @@ class TokenizerClient:
                 lambda replica: replica.apply_chat_template(request, request_id, deadline), deadline
             )
             reasoning_open = answer.reasoning_open if answer.HasField("reasoning_open") else None
-            return EncodedChat(await _gather(answer.tokens.ids, stint), reasoning_open)
+            token_ids = await _gather(answer.tokens.ids, stint)
+            pictures = tuple(_picture_of(each, token_ids) for each in answer.pictures)
+            return EncodedChat(token_ids, reasoning_open, pictures)
 
     async def info(self, request_id: str, deadline: float) -> TokenizerInfo:
         """What it says of itself. The service is asked once, and again after :meth:`forget`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -255,6 +256,9 @@ class Tokenizers:
                 model = self._registry.resolve(None)
             except SapwoodError:  # no model is known yet, or the request must name one: a later check reports it
                 return self._usual
+        elif model not in self._of_models:
+            with contextlib.suppress(SapwoodError):  # an adapter's name stands for its model
+                model = self._registry.resolve(model)
         return self._of_models.get(model, self._usual)
 
     def all(self) -> Iterable[Tokenizer]:

@@ -84,9 +84,7 @@ async def start_library(tokenizer: Tokenizer, origin: str) -> LibraryInProcesses
     Raises:
         ConfigError: The tokenizer cannot be used, or takes a minute or all memory for one letter; the message has its origin.
     """
-    limits = PoolLimits(
-        size=2, most_paused=4, max_queued=4096, slice_seconds=0.05, memory_bytes=_MEMORY_BYTES, warm=True
-    )
+    limits = PoolLimits(size=2, most_paused=4, max_queued=4096, slice_seconds=0.05, memory_bytes=_MEMORY_BYTES)
     pool = ChildPool(
         "sapwood_tokenizer.encode.encode_process",
         tokenizer.to_str().encode(),

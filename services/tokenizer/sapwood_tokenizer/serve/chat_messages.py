@@ -48,7 +48,8 @@ class CallArguments(dict[str, Any]):
 def to_messages(messages: Sequence[common_pb2.ChatMessage]) -> list[dict[str, Any]]:
     """A conversation in the form that chat templates expect, which is that of OpenAI's API.
 
-    A message without content gets None if it has tool calls, else "". Content of several texts is their list. Reasoning gets all
+    A message without content gets None if it has tool calls, else "". Content of several texts is their list,
+    and content with pictures a list of parts. Reasoning gets all
     names that templates use.
 
     Raises:
@@ -61,7 +62,9 @@ def to_messages(messages: Sequence[common_pb2.ChatMessage]) -> list[dict[str, An
 def _to_message(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
     has_content = message.HasField("content") or not message.tool_calls
     content: Any = message.content if has_content else None
-    if len(message.parts) > 1:
+    if message.items:
+        content = [_to_part(item) for item in message.items]
+    elif len(message.parts) > 1:
         content = [*message.parts]
     turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.HasField("name"):
@@ -75,6 +78,13 @@ def _to_message(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
             _to_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
         ]
     return turn
+
+
+def _to_part(item: common_pb2.ContentPart) -> dict[str, str]:
+    """A part as templates know it: of a picture only that there is one."""
+    if item.HasField("picture"):
+        return {"type": "video" if item.picture.video else "image"}
+    return {"type": "text", "text": item.text}
 
 
 def _to_call(call: common_pb2.ToolCall, field: str) -> dict[str, Any]:

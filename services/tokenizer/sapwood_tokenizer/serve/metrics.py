@@ -11,7 +11,12 @@ Caches = Callable[[], dict[str, CacheStats]]
 
 
 def add_metrics(
-    metrics: MetricSet, caches: Caches, open_streams: Callable[[], int], encoded: Callable[[], dict[str, int]]
+    metrics: MetricSet,
+    caches: Caches,
+    open_streams: Callable[[], int],
+    encoded: Callable[[], dict[str, int]],
+    pictures: Callable[[], dict[str, int]],
+    picture_seconds: Callable[[], dict[str, float]],
 ) -> None:
     """Adds the metrics.
 
@@ -20,6 +25,8 @@ def add_metrics(
         caches: Statistics of the encode caches (``exact``, ``prefix``).
         open_streams: Returns how many Detokenize streams are open.
         encoded: Returns how many texts each library has encoded.
+        pictures: Returns how many pictures were decoded, found and refused; empty: the model takes none.
+        picture_seconds: Returns how long fetching and decoding have taken; empty: the model takes none.
     """
 
     def polled(kind: str, name: str, text: str, read: Callable[[CacheStats], float]) -> None:
@@ -45,4 +52,18 @@ def add_metrics(
         "Texts and parts of texts that a library encoded: none of them was in a cache.",
         lambda: [((library,), count) for library, count in encoded().items()],
         library=OneOf("fastokens", "tokenizers"),
+    )
+    metrics.polled(
+        "counter",
+        "sapwood_tokenizer_pictures_total",
+        "Pictures in requests: decoded, found among those that were kept, or refused.",
+        lambda: [((outcome,), count) for outcome, count in pictures().items()],
+        outcome=OneOf("decoded", "found", "refused"),
+    )
+    metrics.polled(
+        "counter",
+        "sapwood_tokenizer_picture_seconds_total",
+        "Seconds that pictures took to be fetched over https, and to be decoded and resized, the wait for a process included.",
+        lambda: [((stage,), seconds) for stage, seconds in picture_seconds().items()],
+        stage=OneOf("fetch", "decode"),
     )

@@ -145,7 +145,6 @@ async def start_renderer(loaded: LoadedTokenizer, timeout: float) -> Renderer | 
         slice_seconds=_SLICE_SECONDS,
         memory_bytes=_MEMORY_BYTES,
         cpu_seconds=int(timeout) + 1,
-        warm=True,
     )
     pool = ChildPool("sapwood_tokenizer.serve.render_process", json.dumps(settings).encode(), limits, _TOO_MANY)
     renderer = Renderer(pool, timeout)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from sapwood_text.tool_parser import registry as tool_parsers
 from sapwood_text.vocabulary import Vocabulary
 from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder
 from sapwood_tokenizer.encode.pair_template import PairTemplate
+from sapwood_tokenizer.pictures.families.family import Prepared
+from sapwood_tokenizer.pictures.preparer import Preparer, Source
 from sapwood_tokenizer.serve.compile_grammar import Grammars
 from sapwood_tokenizer.serve.convert import (
     add_offsets,
@@ -34,6 +37,7 @@ from sapwood_tokenizer.serve.convert import (
 from sapwood_tokenizer.serve.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.serve.encode_call import EncodeCall
 from sapwood_tokenizer.serve.open_streams import OpenStreams
+from sapwood_tokenizer.serve.picture_parts import add_pictures, sources_of, sources_of_text, without_pictures
 from sapwood_tokenizer.serve.renderer import Renderer
 from sapwood_tokenizer.template.parser_defaults import ParserDefaults
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
@@ -74,6 +78,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         encoder: Encodes texts.
         renderer: Renders conversations; None: the model has no chat template.
         pair: How the tokenizer joins two texts; None: it does not.
+        preparer: Prepares pictures; None: the model takes none.
         limits: What clients may ask for.
         draining: Set when the service is about to stop.
         grammars: Compiles grammars.
@@ -89,6 +94,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         encoder: Encoder,
         renderer: Renderer | None,
         pair: PairTemplate | None,
+        preparer: Preparer | None,
         limits: Limits,
         draining: asyncio.Event,
         grammars: Grammars,
@@ -106,6 +112,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._renderer = renderer
         self._vocabulary = vocabulary
         self._pair = pair
+        self._preparer = preparer
         self._warned_of_tools = False
         self._fingerprint = b"" if vocabulary is None else fingerprint_of(vocabulary, grammars.fingerprint)
         self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
@@ -143,13 +150,21 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def _tokenize(self, request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
         if len(request.texts) > _MOST_TEXTS:
             raise InvalidArgumentError(f"more than {_MOST_TEXTS} texts in one request", field="texts")
-        encoded = await self._encoder.encode(request.texts, to_encode_options(request))
-        fill = self._encoder.fill_in_middle if request.suffix else None
-        response = tokenizer_pb2.TokenizeResponse(end_token_ids=() if fill is None else fill.end_token_ids)
-        for sequence in encoded:
-            await add_tokens(response.sequences.add().ids, sequence.ids)
-            if sequence.offsets is not None:
-                add_offsets(response, sequence.offsets)
+        options = to_encode_options(request)
+        async with self._pictures(sources_of_text(request), options.salt) as pictures:
+            texts: Sequence[str] = request.texts
+            if self._preparer is not None and pictures:
+                texts = [self._preparer.expand(texts[0], pictures, field="texts[0]")]
+            encoded = await self._encoder.encode(texts, options)
+            fill = self._encoder.fill_in_middle if request.suffix else None
+            response = tokenizer_pb2.TokenizeResponse(end_token_ids=() if fill is None else fill.end_token_ids)
+            for sequence in encoded:
+                await add_tokens(response.sequences.add().ids, sequence.ids)
+                if sequence.offsets is not None:
+                    add_offsets(response, sequence.offsets)
+            if self._preparer is not None and pictures:
+                placed = self._preparer.place(encoded[0].ids, pictures, options.salt, field="texts[0]")
+                add_pictures(response, placed)
         return response
 
     async def _apply_chat_template(
@@ -177,20 +192,36 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         size, most = _size_of(request), self._limits.max_text_bytes
         if size > most:
             raise PromptTooLongError.in_bytes(size, most, field="messages")
-        text = await self._renderer.render(request, prompted=prompted)
-        # No special tokens are added, since the template writes them.
-        options = EncodeOptions(
-            add_special_tokens=False,
-            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-            salt=salt,
-        )
-        (encoded,) = await self._encoder.encode([text], options, field="messages")
-        response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
-        await add_tokens(response.tokens.ids, encoded.ids)
+        sources = sources_of(request)
+        async with self._pictures(sources, salt) as pictures:
+            text = await self._renderer.render(without_pictures(request) if sources else request, prompted=prompted)
+            shown = text if self._preparer is None or not pictures else self._preparer.expand(text, pictures)
+            # No special tokens are added, since the template writes them.
+            options = EncodeOptions(
+                add_special_tokens=False,
+                max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+                salt=salt,
+            )
+            (encoded,) = await self._encoder.encode([shown], options, field="messages")
+            response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
+            await add_tokens(response.tokens.ids, encoded.ids)
+            if self._preparer is not None and pictures:
+                add_pictures(response, self._preparer.place(encoded.ids, pictures, salt))
         reasoning_open = reasoning_parsers.ends_in_reasoning(text, request.messages[-1].content if continued else "")
         if reasoning_open is not None:
             response.reasoning_open = reasoning_open
         return response
+
+    @contextlib.asynccontextmanager
+    async def _pictures(self, sources: Sequence[Source], salt: str) -> AsyncIterator[list[Prepared]]:
+        """The pictures of a request, whose bytes count until its response is made."""
+        if not sources:
+            yield []
+            return
+        if self._preparer is None:
+            raise InvalidArgumentError(f"this model takes no {sources[0].what}s", field=sources[0].field)
+        async with self._preparer.pictures_of(sources, salt) as pictures:
+            yield pictures
 
     async def Detokenize(
         self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
@@ -268,6 +299,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             prompts=loaded.prompts.texts,
             default_prompt_name=loaded.prompts.default,
             vocabulary_fingerprint=self._fingerprint,
+            vision="" if self._preparer is None else self._preparer.name,
         )
 
     def _open_stream(self, options: StreamOptions) -> ParsedStream:
@@ -282,5 +314,6 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 
 
 def _size_of(request: tokenizer_pb2.ApplyChatTemplateRequest) -> int:
-    """Bytes of a request, without texts that it has twice."""
-    return request.ByteSize() - sum(len(part.encode()) for message in request.messages for part in message.parts)
+    """Bytes of a request, without pictures, and without texts that it has twice."""
+    twice = sum(len(part.encode()) for message in request.messages for part in message.parts)
+    return request.ByteSize() - twice - sum(item.ByteSize() for message in request.messages for item in message.items)

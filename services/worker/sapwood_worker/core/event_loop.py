@@ -7,19 +7,23 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
+
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.grammar.artefact import BUILD_STACK_BYTES
 from sapwood_common.settings.flags import service_flag
+from sapwood_worker.core.lora_reads import LoraReads
 from sapwood_worker.core.observers import Observer
 from sapwood_worker.core.scheduler.rank_planner import RankPlanner
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.tiering import Tiering, TiersOfRanks, device_report
+from sapwood_worker.core.weight_updates import WeightUpdates
 from sapwood_worker.ipc.messages import (
     CACHE_FIELDS,
     Abort,
@@ -28,25 +32,36 @@ from sapwood_worker.ipc.messages import (
     CacheCommand,
     CallFailed,
     Channel,
+    DropLora,
+    DropWeights,
+    ExchangeWeights,
     Flush,
+    JoinGroup,
     KeepHandoffs,
+    LeaveGroup,
     Operation,
     Pause,
     Pin,
+    ReadLora,
+    ReadyWeights,
     Refused,
     Resume,
     Shutdown,
+    Sleep,
+    StageWeights,
     StartProfile,
     Step,
     StopProfile,
     Submit,
     ToScheduler,
     Unpin,
+    WakeUp,
 )
 from sapwood_worker.model.grammar.backend import GrammarBackend
 from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.records.pictures import Picture
 from sapwood_worker.records.step import LatePages, LaunchedStep, RankLostError, Runner
 
 logger = logging.getLogger(__name__)
@@ -57,6 +72,9 @@ MOST_FAILURES = 3
 
 _GRAMMAR_WAIT_SECONDS = 0.001
 """Seconds that an idle loop waits for a grammar to be built before it looks at its messages again."""
+
+_LORA_WAIT_SECONDS = 0.001
+"""Seconds that an idle loop waits for an adapter or weights to be read before it looks at its messages again."""
 
 _STORAGE_WAIT_SECONDS = 0.001
 """Seconds that a loop with nothing to compute waits for the KV cache's third tier before it looks at its messages again."""
@@ -86,6 +104,9 @@ class EventLoop:
         grammars: Makes the matchers of requests with a grammar; None: no such requests come.
         operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
+        loras: Reads and drops adapters; None: no such messages come.
+        weights: Changes the model's weights; None: no such messages come.
+        check_pictures: Raises InvalidArgumentError unless the model can use these pictures at these tokens; None: none come.
         observers: See what the loop does, in this order.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
@@ -98,6 +119,9 @@ class EventLoop:
         grammars: GrammarBackend | None = None,
         operations: Operations | None = None,
         tiering: Tiering | TiersOfRanks | None = None,
+        loras: LoraReads | None = None,
+        weights: WeightUpdates | None = None,
+        check_pictures: Callable[[Sequence[Picture], array[int]], None] | None = None,
         *,
         observers: Sequence[Observer] = (),
         overlap: bool = True,
@@ -108,6 +132,9 @@ class EventLoop:
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
         self._operations = operations or Operations(scheduler)
         self._tiering = tiering
+        self._loras = loras
+        self._weights = weights
+        self._check_pictures = check_pictures
         self._observers = tuple(observers)
         self._ahead = scheduler.depth - 1 or int(overlap and runner.asynchronous)
         self._launched: deque[LaunchedStep] = deque()
@@ -124,7 +151,7 @@ class EventLoop:
         """
         self._report([])
         while True:
-            idle = not self._busy and not self._grammars
+            idle = not (self._busy or self._grammars or self._staging)
             if idle:
                 for observer in self._observers:
                     observer.idle()
@@ -141,6 +168,12 @@ class EventLoop:
                 observer.end()
 
     @property
+    def _staging(self) -> bool:
+        """Whether adapters or weights are being read."""
+        reading = self._loras is not None and self._loras.reading
+        return bool(reading) or (self._weights is not None and self._weights.busy)
+
+    @property
     def _busy(self) -> bool:
         """Whether a step is due, or the tiers are being changed."""
         changing = self._tiering is not None and self._tiering.busy
@@ -152,12 +185,30 @@ class EventLoop:
         if self._tiering is not None:
             self._tiering.poll()
         worked = self._scheduler.has_work
+        if self._loras is not None:
+            for answer in self._loras.poll(0.0 if self._busy else _LORA_WAIT_SECONDS):
+                self._channel.send(answer)
+        if self._weights is not None:
+            self._change_weights(self._weights)
         outputs = self._scheduler.expire() + self._scheduler.handoffs.poll()
         if self._busy:
             self._step(outputs)
         self._report(outputs)
         if worked and not self._scheduler.has_work:
             self._scheduler.check_idle()
+
+    def _changing(self) -> WeightUpdates:
+        assert self._weights is not None, "a model's loop can change its weights"
+        return self._weights
+
+    def _change_weights(self, weights: WeightUpdates) -> None:
+        """Exchanges weights if that is due, when the steps in flight are over and their outputs have been sent."""
+        while weights.due:
+            self._report(self._take_results(0))
+            number, outputs = weights.number, weights.exchange()
+            self._report(outputs, number)
+        for answer in weights.poll(0.0 if self._busy else _LORA_WAIT_SECONDS):
+            self._channel.send(answer)
 
     def _take(self, message: ToScheduler) -> None:
         match message:
@@ -176,10 +227,31 @@ class EventLoop:
                 raise AssertionError("the loop ends before")
             case CacheCommand():
                 self._command(message)
+            case ReadLora() | DropLora():
+                assert self._loras is not None, "the front lets no adapter through without slots"
+                if isinstance(message, ReadLora):
+                    self._loras.read(message)
+                else:
+                    self._loras.drop(message)
+            case (
+                JoinGroup()
+                | LeaveGroup()
+                | StageWeights()
+                | ReadyWeights()
+                | ExchangeWeights()
+                | DropWeights()
+                | Sleep()
+                | WakeUp()
+            ):
+                self._changing().take(message)
             case KeepHandoffs(renewed, released):
                 self._scheduler.handoffs.keep(renewed, released)
             case AnnouncePages(ticket, token_ids, namespace):
                 self._scheduler.handoffs.announced(ticket, array("I", token_ids), namespace)
+            case Pause(abort=True):
+                aborted = self._scheduler.abort_all()
+                self._report(aborted)
+                self._channel.send(msgspec.structs.replace(self._operations.run(message), number=len(aborted)))
             case operation:
                 self._channel.send(self._operations.run(operation))
 
@@ -234,8 +306,14 @@ class EventLoop:
             pooling=message.pooling,
             hands_off=message.hands_off,
             ticket=message.ticket,
+            lora=terms.lora,
+            pictures=message.pictures,
+            continuations=message.continuations,
         )
         try:
+            if message.pictures:
+                assert self._check_pictures is not None, "the front lets no picture through without a model for it"
+                self._check_pictures(message.pictures, prompt)
             self._scheduler.add(request)
             for observer in self._observers:
                 observer.submitted(request)
@@ -322,10 +400,13 @@ class EventLoop:
             raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
         return outputs
 
-    def _report(self, outputs: list[RequestOutput]) -> None:
+    def _report(self, outputs: list[RequestOutput], weights: int | None = None) -> None:
+        """Sends outputs and what else is new; ``weights`` are those that have computed the outputs, if not those in use."""
         load = self._scheduler.load()
         events, rank_events = self._scheduler.take_kv_events(), self._scheduler.take_rank_kv_events()
-        message = Step(outputs, load, events, rank_kv_events=rank_events)
+        if weights is None:
+            weights = 0 if self._weights is None else self._weights.number
+        message = Step(outputs, load, events, rank_kv_events=rank_events, weights=weights)
         idle = not self._busy
         news = [observer.report(message, idle=idle) for observer in self._observers]
         if outputs or events or rank_events or any(news) or load != self._reported:

@@ -23,6 +23,7 @@ from sapwood_worker.ipc.messages import Step
 from sapwood_worker.records.handoff import log_stage
 from sapwood_worker.records.load import Load, LoadTime, StepTime
 from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.pictures import PictureUse
 from sapwood_worker.records.step import CacheLoad, ModelOutput
 from sapwood_worker.records.step import Step as PlannedStep
 
@@ -185,6 +186,25 @@ class AllReduceWatch(Observer):
         if counts == self._told:
             return False
         message.sums = self._told = counts
+        return True
+
+
+class PictureWatch(Observer):
+    """Reports what became of pictures, when something has.
+
+    Args:
+        read: Gives it.
+    """
+
+    def __init__(self, read: Callable[[], PictureUse]) -> None:
+        self._read = read
+        self._shown = PictureUse()
+
+    def report(self, message: Step, *, idle: bool) -> bool:
+        use = self._read()
+        if use == self._shown:
+            return False
+        message.pictures = self._shown = use
         return True
 
 

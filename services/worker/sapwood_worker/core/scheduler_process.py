@@ -27,12 +27,22 @@ from sapwood_worker.core.event_loop import EventLoop, Operations, Profiler
 from sapwood_worker.core.expert_balancing import ExpertBalancer, ExpertWatch
 from sapwood_worker.core.group.group_runner import DataParallelRunner, GroupRunner
 from sapwood_worker.core.loaded_runner import DraftRunner, LoadedRunner
-from sapwood_worker.core.observers import AllReduceWatch, CrashDump, Observer, StageLog, StepClock, Watchdog
+from sapwood_worker.core.lora_reads import LoraReads
+from sapwood_worker.core.observers import (
+    AllReduceWatch,
+    CrashDump,
+    Observer,
+    PictureWatch,
+    StageLog,
+    StepClock,
+    Watchdog,
+)
 from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
 from sapwood_worker.core.scheduler.rank_planner import RankPlanner
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
 from sapwood_worker.core.tiering import Tiering, TiersOfRanks, measure_token_seconds
+from sapwood_worker.core.weight_updates import WeightUpdates
 from sapwood_worker.ipc.liveness import PROGRESS_FILE, Heartbeat
 from sapwood_worker.ipc.messages import Failed, OrphanedError, Ready, StagedChannel, ZmqChannel, stages_are_logged
 from sapwood_worker.ipc.rank import exit_reason
@@ -93,15 +103,19 @@ def build_scheduler(
         starved_after=config.policy.starved_after,
         prefix_cache=config.prefix_cache.on and not info.encodes,
         whole_prompts=info.encodes,
+        whole_pictures=info.pictures is not None and info.pictures.whole,
+        picture_tokens=config.pictures.step_tokens or config.max_step_tokens or info.max_step_tokens,
         eviction=config.prefix_cache.eviction,
         kv_events=True,
         conservativeness=config.conservativeness,
         jump_forward=config.structured_output.jump_forward,
         speculate=_speculate(config) if info.generates else "off",
         windows=info.windows,
+        states=info.states,
         micro_batches=info.micro_batches,
         micro_batches_from=info.micro_batches_from,
         chained=info.chained and config.overlap,
+        lora_slots=info.lora_slots,
     )
     ranks = info.attention_ranks
     schedulers = [
@@ -201,6 +215,9 @@ def main() -> int:
             grammars,
             Operations(scheduler, _profiler()),
             tiering,
+            LoraReads(runner, scheduler),
+            WeightUpdates(runner, scheduler),
+            runner.check_pictures,
             observers=[*observers, StageLog()] if staged else observers,
             overlap=config.overlap,
         )
@@ -237,6 +254,8 @@ def _observers(config: WorkerConfig, runner: LoadedRunner, watchdog: Watchdog) -
         observers.append(ExpertWatch(runner.experts, balancer=balancer, exchanged=runner.exchanged_bytes))
     if runner.sums is not None:
         observers.append(AllReduceWatch(runner.sums))
+    if runner.picture_use is not None:
+        observers.append(PictureWatch(runner.picture_use))
     return observers
 
 

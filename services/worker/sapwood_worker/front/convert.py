@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from sapwood.v1 import common_pb2, worker_pb2
-from sapwood_common.contract.limits import LONGEST_SALT, LONGEST_TENANT, MOST_CONTINUATIONS, MOST_EMBEDDED
+from sapwood_common.contract.limits import (
+    LONGEST_SALT,
+    LONGEST_TENANT,
+    MOST_CONTINUATIONS,
+    MOST_EMBEDDED,
+    MOST_SCORED,
+    MOST_SCORED_TOKENS,
+)
 from sapwood_common.contract.page_hash import cache_namespace
 from sapwood_common.contract.sampling import SamplingParams, check_tokens
 from sapwood_common.contract.sampling_message import from_message
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_common.telemetry.logs import is_valid_request_id
+from sapwood_common.telemetry.shown_text import without_credentials
 from sapwood_worker.front.kv_event_stream import KvEventBatch, KvEventStream
+from sapwood_worker.front.loras import KnownLora, LoadedLora, Loras
 from sapwood_worker.ipc.messages import AnnouncePages, Terms
+from sapwood_worker.records.continuations import Continuation
 from sapwood_worker.records.handoff import Handoff, HandoffTicket
 from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
-from sapwood_worker.records.load import Load, TierName, TierReport
+from sapwood_worker.records.load import Load, LoraUse, TierName, TierReport
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, RequestOutput, TokenLogprobs
 from sapwood_worker.settings import Role
@@ -28,6 +38,7 @@ from sapwood_worker.settings import Role
 _FINISH = {
     "stop": common_pb2.FINISH_REASON_STOP,
     "length": common_pb2.FINISH_REASON_LENGTH,
+    "abort": common_pb2.FINISH_REASON_ABORT,
 }
 
 
@@ -84,6 +95,44 @@ def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> 
             f"output_tokens is {request.output_tokens}, more than the {len(request.token_ids)} token_ids",
             field="output_tokens",
         )
+
+
+def to_continuations(
+    request: worker_pb2.WorkerGenerateRequest, info: ModelInfo, count: int
+) -> tuple[Continuation, ...]:
+    """The tree that is to be scored; empty: the request generates.
+
+    Raises:
+        InvalidArgumentError: It is too large, no tree, or goes with something else.
+    """
+    nodes: list[Continuation] = []
+    total = 0
+    if len(request.continuations) > MOST_SCORED:
+        raise InvalidArgumentError(
+            f"{len(request.continuations)} nodes; there may be {MOST_SCORED}", field="continuations"
+        )
+    for index, node in enumerate(request.continuations):
+        parent = node.parent if node.HasField("parent") else -1
+        ids = node.token_ids[:]
+        total += len(ids)
+        if parent >= index:
+            raise InvalidArgumentError(f"node {index}: a node's parent comes before it", field="continuations")
+        if not ids or max(ids) >= info.vocab_size:
+            raise InvalidArgumentError(
+                f"node {index}: it has at least one token, each below the vocabulary size {info.vocab_size}",
+                field="continuations",
+            )
+        if total > MOST_SCORED_TOKENS:
+            raise InvalidArgumentError(f"more than {MOST_SCORED_TOKENS} tokens", field="continuations")
+        nodes.append(Continuation(parent, ids))
+    sampling = request.sampling
+    given = request.HasField("grammar") or request.output_tokens or request.hand_off or sampling.logprobs
+    if nodes and (given or count > 1 or sampling.HasField("prompt_logprobs")):
+        raise InvalidArgumentError(
+            "continuations are scored without grammar, output_tokens, hand_off, log probabilities and n",
+            field="continuations",
+        )
+    return tuple(nodes)
 
 
 def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> Iterator[list[int]]:
@@ -170,29 +219,32 @@ def from_activation(info: ModelInfo) -> worker_pb2.Activation:
     return worker_pb2.ACTIVATION_UNSPECIFIED if info.labels is None else _ACTIVATION[info.labels.activation]
 
 
-def to_terms(request: worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest, seconds: float | None) -> Terms:
-    """The request's priority, tenant, namespace and deadline.
+def to_terms(
+    request: worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest,
+    seconds: float | None,
+    loaded: LoadedLora | None = None,
+) -> Terms:
+    """The request's priority, tenant, namespace, deadline and adapter.
 
     Args:
         request: The request.
         seconds: Seconds to its deadline; None if it has none.
+        loaded: The adapter that it names; None: it names none.
 
     Raises:
         InvalidArgumentError: A name is too long.
-        NotFoundError: There is no such LoRA.
     """
     if len(request.tenant) > LONGEST_TENANT:
         raise InvalidArgumentError(f"tenant has more than {LONGEST_TENANT} characters", field="tenant")
-    return Terms(request.priority, request.tenant, to_namespace(request.cache_salt, request.lora_name), seconds)
+    namespace = to_namespace(request.cache_salt, loaded)
+    return Terms(request.priority, request.tenant, namespace, seconds, 0 if loaded is None else loaded.facts.number)
 
 
-def to_namespace(cache_salt: str, lora_name: str) -> bytes:
-    """The namespace within which requests share cached pages. Raises as :func:`to_terms`."""
+def to_namespace(cache_salt: str, loaded: LoadedLora | None) -> bytes:
+    """The namespace within which requests with this adapter share cached pages. Raises as :func:`to_terms`."""
     if len(cache_salt) > LONGEST_SALT:
         raise InvalidArgumentError(f"cache_salt has more than {LONGEST_SALT} characters", field="cache_salt")
-    if lora_name:
-        raise NotFoundError(f"no LoRA {lora_name!r} is loaded", field="lora_name")
-    return cache_namespace(cache_salt)
+    return cache_namespace(cache_salt, "" if loaded is None else loaded.digest)
 
 
 def to_handoff(request: worker_pb2.WorkerGenerateRequest, roles: Collection[Role], count: int) -> Handoff:
@@ -216,16 +268,24 @@ def to_handoff(request: worker_pb2.WorkerGenerateRequest, roles: Collection[Role
     return Handoff(request.hand_off, ticket if "decode" in roles else None)
 
 
-def to_announced(announcement: worker_pb2.HandoffAnnouncement, roles: Collection[Role]) -> AnnouncePages | None:
-    """Pages that this worker may read ahead of a request; None: it was never to take any.
+def to_announced(
+    announcement: worker_pb2.HandoffAnnouncement, roles: Collection[Role], loras: Loras
+) -> AnnouncePages | None:
+    """Pages that this worker may read ahead of a request; None: it was never to take any, or does not have the adapter yet.
 
     Raises:
         InvalidArgumentError: The ticket is none, or as :func:`to_namespace`.
     """
     if "decode" not in roles:
         return None
+    loaded = None
+    if announcement.lora_name:
+        try:
+            loaded = loras.held(announcement.lora_name)
+        except NotFoundError:
+            return None
     ticket = replace(_from_ticket(announcement.ticket), first_page=announcement.ticket.first_page)
-    namespace = to_namespace(announcement.cache_salt, announcement.lora_name)
+    namespace = to_namespace(announcement.cache_salt, loaded)
     return AnnouncePages(ticket, array("I", announcement.token_ids).tobytes(), namespace)
 
 
@@ -283,9 +343,13 @@ def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo, seed
 
 # The token that ends a request, the model's own or one of stop_token_ids, is part of token_ids and counted in the
 # usage: so a client that resumes from what it got has all of it. Detokenizers skip it.
-def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
-    """One message of the answer; the first and the last carry the usage, the last the finish reason."""
-    response = worker_pb2.WorkerGenerateResponse(token_ids=output.token_ids, index=output.index)
+def to_response(
+    output: RequestOutput, lora_digest: bytes = b"", weight_version: str = ""
+) -> worker_pb2.WorkerGenerateResponse:
+    """One message of the answer; the first and the last carry the usage and the adapter's digest, the last the finish reason."""
+    response = worker_pb2.WorkerGenerateResponse(
+        token_ids=output.token_ids, index=output.index, weight_version=weight_version
+    )
     if output.completion_tokens:
         response.position = output.completion_tokens - len(output.token_ids)
     if output.logprobs:
@@ -300,6 +364,7 @@ def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
     elif output.ticket is not None:
         response.announced.CopyFrom(_to_ticket(output.ticket))
     if output.finish_reason is not None or 0 < output.completion_tokens == len(output.token_ids):
+        response.lora_digest = lora_digest
         response.usage.prompt_tokens = output.prompt_tokens
         response.usage.completion_tokens = output.completion_tokens
         response.usage.cached_tokens = output.cached_tokens
@@ -360,19 +425,76 @@ def to_load_report(load: Load, kv: KvEventStream) -> worker_pb2.LoadReport:
     )
 
 
-def to_kv_events(batch: KvEventBatch, block_size: int, *, token_ids: bool) -> worker_pb2.SubscribeKvEventsResponse:
-    """A batch of KV events as a message; ``token_ids``: whether stored blocks come with their tokens."""
+# Adapters.
+
+
+def to_lora_report(loras: Loras) -> worker_pb2.LoraReport:
+    """All adapters, as routers need to know them."""
+    loads = loras.loads()
+    return worker_pb2.LoraReport(
+        loras=[_to_lora_state(known, loras) for known in loras.known()],
+        slots=loras.slots,
+        free_slots=loras.slots if loads is None else loads.unused,
+    )
+
+
+def to_lora_infos(loras: Loras) -> list[worker_pb2.LoraInfo]:
+    """All adapters, as operators want to know them."""
+    uses = loras.uses()
+    return [to_lora_info(known, loras, uses) for known in loras.known()]
+
+
+def to_lora_info(known: KnownLora, loras: Loras, uses: Mapping[str, LoraUse]) -> worker_pb2.LoraInfo:
+    """An adapter, as operators want to know it; ``uses`` are its requests, by name."""
+    info = worker_pb2.LoraInfo(
+        state=_to_lora_state(known, loras), pinned=known.pinned, idle_seconds=loras.idle_seconds(known)
+    )
+    info.state.path = without_credentials(known.path)
+    if known.loaded is not None:
+        facts = known.loaded.facts
+        info.rank, info.bytes = facts.rank, facts.bytes
+        info.modules.extend(facts.modules)
+    if (use := uses.get(known.name)) is not None:
+        info.running_requests, info.waiting_requests = use.running, use.waiting
+    return info
+
+
+def _to_lora_state(known: KnownLora, loras: Loras) -> worker_pb2.LoraState:
+    if known.loaded is not None:
+        place = worker_pb2.LORA_PLACE_DEVICE if loras.on_device(known) else worker_pb2.LORA_PLACE_HOST
+    else:
+        place = worker_pb2.LORA_PLACE_SOURCE if known.loading is None else worker_pb2.LORA_PLACE_LOADING
+    return worker_pb2.LoraState(
+        name=known.name,
+        path=known.path,
+        version=known.version,
+        digest=b"" if known.loaded is None else known.loaded.facts.digest,
+        place=place,
+    )
+
+
+def to_kv_events(
+    batch: KvEventBatch, block_size: int, name_of: Callable[[str], str] = lambda digest: "", *, token_ids: bool
+) -> worker_pb2.SubscribeKvEventsResponse:
+    """A batch of KV events as a message.
+
+    Args:
+        batch: The events.
+        block_size: Tokens in a block.
+        name_of: The name of the adapter with a digest.
+        token_ids: Whether stored blocks come with their tokens.
+    """
     return worker_pb2.SubscribeKvEventsResponse(
         epoch=batch.epoch,
         seq=batch.seq,
-        events=[_to_kv_event(event, block_size, token_ids) for event in batch.events],
+        events=[_to_kv_event(event, block_size, name_of, token_ids) for event in batch.events],
         snapshot=batch.snapshot,
         more=batch.more,
         digest=batch.digest,
     )
 
 
-def _to_kv_event(event: KvEvent, block_size: int, token_ids: bool) -> worker_pb2.KvEvent:
+def _to_kv_event(event: KvEvent, block_size: int, name_of: Callable[[str], str], token_ids: bool) -> worker_pb2.KvEvent:
     match event:
         case BlockStored():
             stored = worker_pb2.BlockStored(
@@ -381,7 +503,8 @@ def _to_kv_event(event: KvEvent, block_size: int, token_ids: bool) -> worker_pb2
                 token_ids=array("I", event.token_ids) if token_ids else (),
                 block_size=block_size,
                 medium=_MEDIUM[event.medium],
-                lora_name=event.lora,
+                lora_name=name_of(event.lora) if event.lora else "",
+                lora_digest=bytes.fromhex(event.lora),
             )
             return worker_pb2.KvEvent(block_stored=stored)
         case BlockRemoved(hashes, medium):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -26,12 +29,15 @@ from sapwood_worker.ipc.messages import (
     CacheCommand,
     CacheVerb,
     CallFailed,
+    ChangeWeights,
+    DropLora,
     Flush,
     FromScheduler,
     KeepHandoffs,
     Operation,
     Pause,
     Pin,
+    ReadLora,
     Refused,
     Resume,
     StartProfile,
@@ -42,15 +48,24 @@ from sapwood_worker.ipc.messages import (
     ToScheduler,
     Unpin,
 )
+from sapwood_worker.records.continuations import Continuation
 from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.handoff import NO_HANDOFF, Handoff, HandoffTicket
 from sapwood_worker.records.load import Load, TierReport
+from sapwood_worker.records.lora import Lora, LoraFacts
 from sapwood_worker.records.output import FinishReason, Pooling, RequestOutput, TokenLogprobs
+from sapwood_worker.records.pictures import Picture, PictureUse
+from sapwood_worker.records.weights import WeightsFacts
 from sapwood_worker.settings import Role
 
 _REFUSALS: dict[str, type[errors.SapwoodError]] = {
-    kind.__name__: kind for kind in (errors.InvalidArgumentError, errors.ResourceExhaustedError)
+    kind.__name__: kind
+    for kind in (errors.InvalidArgumentError, errors.ResourceExhaustedError, errors.UnimplementedError)
 }
+
+
+START_VERSION = "default"
+"""What the weights are called with which a worker starts."""
 
 
 class SchedulerLostError(errors.UnavailableError):
@@ -96,11 +111,14 @@ class Engine:
         """What is cached, on any rank."""
         self.rank_kv_events: list[KvEventStream] = []
         """With data-parallel attention, the cache events of each rank; empty if no subscriber asks (:meth:`cache_streams`)."""
+        self.weight_versions = {0: START_VERSION}
+        """By the number of the weights, what they are called."""
         self.load = Load()
         """The load after the last step."""
         self.experts = ExpertLoad()
         """How many tokens the model's experts got, at most a second old."""
         self.sums: dict[str, int] = {}
+        self.picture_use = PictureUse()
         """How often each method has summed tensors over the ranks of a layer, at most a second old."""
         self.liveness = Liveness()
         """Whether the scheduler process and this one are well."""
@@ -118,6 +136,9 @@ class Engine:
         traceparent: str | None = None,
         terms: Terms = USUAL,
         handoff: Handoff = NO_HANDOFF,
+        on_end: Callable[[], None] = lambda: None,
+        pictures: tuple[Picture, ...] = (),
+        continuations: tuple[Continuation, ...] = (),
     ) -> Generation:
         """Starts a request; the caller owns it and must read it to its end or close it.
 
@@ -133,6 +154,9 @@ class Engine:
             traceparent: The trace context it belongs to.
             terms: Its priority, tenant, namespace and deadline.
             handoff: What it has to do with other workers.
+            on_end: Called when it has ended; not if this raises.
+            pictures: Those in the prompt.
+            continuations: What is scored instead of generating.
 
         Raises:
             AlreadyExistsError: A request of this id is running.
@@ -152,14 +176,29 @@ class Engine:
                 self._observer.closed(serial, active=aborted)
                 if aborted:
                     self._send(Abort(serial))
+            on_end()
 
-        generation = self._by_id[request_id] = Generation(request_id, count, on_close)
+        generation = self._by_id[request_id] = Generation(request_id, count, on_close, self.weight_versions)
         prompt = array("I", token_ids).tobytes()
         for index, serial in enumerate(serials):
             self._running[serial] = generation, index
             own = sampling if index == 0 else _continued(sampling, index)
             self._observer.submitted(serial, request_id, traceparent)
-            self._send(Submit(serial, request_id, prompt, own, grammar, output_tokens, terms, "", *handoff))
+            self._send(
+                Submit(
+                    serial,
+                    request_id,
+                    prompt,
+                    own,
+                    grammar,
+                    output_tokens,
+                    terms,
+                    "",
+                    *handoff,
+                    pictures,
+                    continuations,
+                )
+            )
         return generation
 
     async def set_role(self, role: Role) -> None:
@@ -226,9 +265,10 @@ class Engine:
         """Lets go of a pinned prefix; returns whether there was one."""
         return bool((await self._ask(lambda call: Unpin(call, name))).number)
 
-    async def pause(self, *, retract: bool) -> None:
-        """Stops computing until :meth:`resume`; ``retract`` also frees the pages of running requests."""
-        await self._ask(lambda call: Pause(call, retract))
+    async def pause(self, *, retract: bool, abort: bool = False) -> int:
+        """Stops computing until :meth:`resume`; ``retract`` also frees the pages of running requests, ``abort`` ends all requests
+        with what there is of their output. Returns how many it has ended."""
+        return (await self._ask(lambda call: Pause(call, retract, abort))).number
 
     async def resume(self) -> None:
         """Ends a pause."""
@@ -250,7 +290,50 @@ class Engine:
         """
         return (await self._ask(StopProfile)).text
 
-    async def _ask(self, make: Callable[[int], Operation | CacheCommand]) -> Answered:
+    async def read_lora(self, lora: Lora) -> LoraFacts:
+        """Has an adapter read into the host's memory.
+
+        Raises:
+            InvalidArgumentError: It is wrong; the message names the tensor or module.
+            ResourceExhaustedError: There is no memory for it.
+        """
+        facts = (await self._ask(lambda call: ReadLora(call, lora))).lora
+        assert facts is not None
+        return facts
+
+    async def drop_lora(self, number: int) -> None:
+        """Has an adapter forgotten once its requests have ended; returns then."""
+        await self._ask(lambda call: DropLora(call, number))
+
+    async def change_memory(self, make: Callable[[int], ChangeWeights]) -> int:
+        """Has the scheduler process give memory back or take it again, or join or leave a trainer's group; returns a number:
+        of bytes that it has given back, or 1 for a group that it has left.
+
+        Args:
+            make: Makes the message, given the number of the call.
+
+        Raises:
+            UnimplementedError: It cannot be given back.
+            ResourceExhaustedError: It cannot be had again, or what it held cannot be kept.
+        """
+        return (await self._ask(make)).number
+
+    async def change_weights(self, make: Callable[[int], ChangeWeights]) -> WeightsFacts:
+        """Has the scheduler process stage, ready, exchange or drop weights.
+
+        Args:
+            make: Makes the message, given the number of the call.
+
+        Raises:
+            InvalidArgumentError: They are wrong; the message names the tensor.
+            ResourceExhaustedError: There is no memory for them.
+            UnimplementedError: This model's weights cannot be changed.
+        """
+        return (await self._ask(make)).weights or WeightsFacts(b"", 0, 0)
+
+    async def _ask(
+        self, make: Callable[[int], Operation | CacheCommand | ReadLora | DropLora | ChangeWeights]
+    ) -> Answered:
         self.check()
         call = next(self._serials)
         future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
@@ -277,9 +360,10 @@ class Engine:
     def receive(self, message: FromScheduler) -> None:
         """Takes a message of the scheduler process."""
         match message:
-            case Step(outputs, load, kv_events, times, experts, sums, rank_kv_events):
+            case Step(outputs, load, kv_events, times, experts, sums, rank_kv_events, weights, pictures):
                 self.experts = experts or self.experts
                 self.sums = sums or self.sums
+                self.picture_use = pictures or self.picture_use
                 self._observer.steps(times)
                 self._observer.outputs(outputs)
                 for output in outputs:
@@ -287,7 +371,7 @@ class Engine:
                     # A generation that was closed meanwhile is not there; its last tokens are dropped.
                     if (found := self._running.get(output.serial)) is not None:
                         generation, index = found
-                        generation.put(index, output)
+                        generation.put(index, output, weights)
                 self.kv_events.apply(kv_events)
                 for stream, events in zip(self.rank_kv_events, rank_kv_events, strict=False):
                     stream.apply(events)
@@ -315,7 +399,7 @@ class Engine:
     def scheduler_started(self, epoch: int) -> None:
         """A scheduler process is ready, with nothing cached; requests may come."""
         self._lost = None
-        self.experts, self.sums = ExpertLoad(), {}
+        self.experts, self.sums, self.picture_use = ExpertLoad(), {}, PictureUse()
         for stream in (self.kv_events, *self.rank_kv_events):
             stream.begin(epoch)
         for role in self.roles if len(self.roles) > 1 else ():  # nobody waits for the answers
@@ -332,6 +416,10 @@ class Engine:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(self._gone())
+
+    def news(self) -> None:
+        """There is something to report besides the load: those who wait for a change of it go on."""
+        self._load_is(self.load)
 
     def _load_is(self, load: Load) -> None:
         self.load = load
@@ -358,22 +446,33 @@ def _continued(sampling: SamplingParams, index: int) -> SamplingParams:
 
 
 class _Continuation:
-    """The outputs of one continuation that the reader has not taken yet; ``last`` is the latest one, None when all are taken."""
+    """The outputs of one continuation that the reader has not taken yet; ``last`` is the latest one, None when all are taken.
 
-    __slots__ = ("finished", "last", "logprobs", "prompt_logprobs", "ticket", "tokens")
+    Those that other weights have computed are not merged: ``before`` has them, merged among themselves.
+    """
+
+    __slots__ = ("before", "finished", "last", "logprobs", "prompt_logprobs", "ticket", "tokens", "weights")
 
     def __init__(self) -> None:
         self.finished = False
         self.drop()
 
     def drop(self) -> None:
+        self.before: deque[RequestOutput] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.weights = 0
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.last: RequestOutput | None = None
         self.ticket: HandoffTicket | None = None
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput, weights: int, index: int) -> None:
+        if self.last is not None and weights != self.weights:
+            self.before.append(self._merged(index))
+        self.weights = weights
         self.tokens += output.token_ids
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
@@ -382,8 +481,17 @@ class _Continuation:
             before = self.ticket if output.finish_reason is None else None
             self.ticket = output.ticket if before is None else before.joined(output.ticket)
 
+    @property
+    def empty(self) -> bool:
+        """Whether all is taken."""
+        return self.last is None and not self.before
+
     def merged(self, index: int) -> RequestOutput:
-        """The outputs added since the last call, merged into one; there must be some."""
+        """The outputs added since the last call, merged into one; where several weights have computed them, those of the first.
+        There must be some."""
+        return self.before.popleft() if self.before else self._merged(index)
+
+    def _merged(self, index: int) -> RequestOutput:
         last = self.last
         assert last is not None
         reason: FinishReason | None = last.finish_reason
@@ -400,8 +508,9 @@ class _Continuation:
             drafted_tokens=last.drafted_tokens,
             accepted_tokens=last.accepted_tokens,
             ticket=self.ticket,
+            weights=self.weights,
         )
-        self.drop()
+        self._begin()
         return result
 
 
@@ -416,10 +525,21 @@ class Generation:
         request_id: The client's name for the request.
         count: How many continuations; each is a request to the scheduler.
         on_close: Called once, when it ends or is closed, with the indices of the continuations the scheduler may still be at.
+        weight_versions: By the number of the weights, what they are called.
     """
 
-    def __init__(self, request_id: str, count: int, on_close: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        count: int,
+        on_close: Callable[[list[int]], None],
+        weight_versions: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._weight_versions = weight_versions
+        self._told_weights = -1
         self.request_id = request_id
+        self.lora_digest = b""
+        """That of its adapter; empty: it has none."""
         self._on_close = on_close
         self._continuations = [_Continuation() for _ in range(count)]
         self._open = count
@@ -447,6 +567,17 @@ class Generation:
             await self._wake
         return output
 
+    def knows_weights(self, output: RequestOutput) -> bool:
+        """Whether :meth:`weight_version` was sent for the weights of an output."""
+        return output.weights == self._told_weights
+
+    def weight_version(self, output: RequestOutput) -> str:
+        """What the weights are called that have computed an output; empty: they are those of the call before."""
+        if self.knows_weights(output):
+            return ""
+        self._told_weights = output.weights
+        return self._weight_versions.get(output.weights, "")
+
     @property
     def ended(self) -> bool:
         """Whether nothing more comes and all is taken."""
@@ -471,6 +602,8 @@ class Generation:
         index = next(iter(self._ready))
         del self._ready[index]
         output = self._continuations[index].merged(index)
+        if not self._continuations[index].empty:
+            self._ready[index] = None
         if output.finish_reason == "handoff":
             self._finished(index)
         return output
@@ -484,8 +617,8 @@ class Generation:
             self._end()
             self._notify()
 
-    def put(self, index: int, output: RequestOutput) -> None:
-        """Adds a step's output of one continuation."""
+    def put(self, index: int, output: RequestOutput, weights: int = 0) -> None:
+        """Adds a step's output of one continuation, which weights of this number have computed."""
         if self._closed:
             return
         if output.finish_reason in ("deadline", "error"):
@@ -500,7 +633,7 @@ class Generation:
                 else errors.InternalError(output.error)
             )
             return
-        self._continuations[index].add(output)
+        self._continuations[index].add(output, weights, index)
         if output.token_ids or output.ticket is not None or output.finish_reason is not None:
             self._ready[index] = None
         if output.finish_reason is not None and output.finish_reason != "handoff":
@@ -549,7 +682,7 @@ class EmbeddingCalls:
         send: Hands a message to the scheduler process; never blocks.
         serials: The engine's source of serial numbers.
         on_end: Called when a request has ended.
-        most: Inputs of one request that are with the scheduler at a time: all of them might be more than it lets wait.
+        most: Inputs of one tenant that are with the scheduler at a time: all of them might be more than it lets wait.
 
     Attributes:
         running: Requests that have not ended.
@@ -564,6 +697,8 @@ class EmbeddingCalls:
         self._most = most
         self.running = 0
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._rooms: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By tenant; its requests hold it."""
 
     async def embed(
         self,
@@ -591,7 +726,9 @@ class EmbeddingCalls:
         Raises:
             SapwoodError: An input was refused or failed, or the scheduler is gone; the others are aborted.
         """
-        room = asyncio.Semaphore(self._most)
+        room = self._rooms.get(terms.tenant)
+        if room is None:
+            room = self._rooms[terms.tenant] = asyncio.Semaphore(self._most)
 
         async def ask(index: int, tokens: Sequence[int]) -> bytes:
             async with room:

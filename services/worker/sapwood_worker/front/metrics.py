@@ -6,19 +6,64 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, Protocol
 
-from sapwood_common.telemetry.metrics import MetricSet, OneOf
+from sapwood_common.telemetry.metrics import AtMost, MetricSet, OneOf
+from sapwood_common.telemetry.shown_text import shown
 from sapwood_common.telemetry.tracing import Span, Tracing
 from sapwood_worker.ipc.liveness import Liveness
 from sapwood_worker.records.expert_load import ExpertLoad
-from sapwood_worker.records.load import Load, LoadTime, StepTime
+from sapwood_worker.records.load import Load, LoadTime, LoraLoads, LoraUse, StepTime
 from sapwood_worker.records.model_info import APART, OVERLAPPED, SUM_METHODS, SUM_SIZES, SumChoices
 from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.records.pictures import PictureUse
 
 _RANKS = 8
 _EXPERTS = 512
 _DRAFTERS = OneOf("prefix", "draft", "eagle", "mtp")
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+_MOST_LORAS = 256
+_MOST_TEXT = 8192
+
+
+class Text:
+    """A label that is only ever read, not stored: a text of bounded length."""
+
+    def bound(self, value: str) -> str:
+        return shown(value, _MOST_TEXT)
+
+    def describe(self) -> str:
+        return "a list"
+
+
+class LoraFigures(Protocol):
+    """What there is to measure of a worker's adapters; :class:`~sapwood_worker.front.loras.Loras` has it."""
+
+    slots: int
+    read_total: int
+    failed_total: int
+    loads: Callable[[], LoraLoads | None]
+
+    @property
+    def host_bytes(self) -> int: ...
+
+    def known(self) -> Sequence[object]: ...
+
+    def uses(self) -> Mapping[str, LoraUse]: ...
+
+
+def _used(load: Load) -> float:
+    return (load.used_pages - load.evictable_pages) / load.num_pages if load.num_pages else 0.0
+
+
+def _ran(use: LoraUse) -> int:
+    return use.running
+
+
+def _waited(use: LoraUse) -> int:
+    return use.waiting
 
 
 class WorkerMetrics:
@@ -77,12 +122,17 @@ class WorkerMetrics:
             "evictable_pages": "Pages of the KV cache that only the prefix cache holds.",
             "window_pages": "Pages of layers with a window.",
             "used_window_pages": "Pages of layers with a window that requests or the prefix cache hold.",
+            "state_slots": "Slots for snapshots of states, of layers that keep a state.",
+            "used_state_slots": "Slots for snapshots of states that running requests or the prefix cache hold.",
         }
         counters = {
             "prompt_tokens": "Prompt tokens of requests that have run.",
             "passed_window_pages": "Pages that have slid out of the windows of running requests: freed, or left to the prefix "
             "cache.",
-            "forced_tokens": "Tokens of output that a grammar forced and that were not sampled.",
+            "evicted_states": "Snapshots of states that have given way to others.",
+            "prefix_page_tokens": "Of a model with states, prompt tokens whose pages were cached.",
+            "prefix_state_tokens": "How many of these a cached state covered too, so that they were not computed.",
+            "forced_tokens": "Tokens of output that a grammar forced: they cost no step of their own.",
         }
         self._follow("gauge", load, requests)
         self._metrics.polled(
@@ -90,6 +140,13 @@ class WorkerMetrics:
         )
         self._follow("gauge", load, pages)
         self._follow("counter", load, counters)
+        for_gateways: dict[str, tuple[str, Callable[[], float]]] = {
+            "num_requests_running": ("Requests in the batch", lambda: load().running_requests),
+            "num_requests_waiting": ("Requests in the queue", lambda: load().waiting_requests),
+            "kv_cache_usage_perc": ("Share of the KV cache's pages that requests hold, 0 to 1", lambda: _used(load())),
+        }
+        for name, (text, read) in for_gateways.items():
+            self._metrics.polled("gauge", f"vllm:{name}", f"{text}, as vLLM tells gateways.", _reading(read))
         self._metrics.polled(
             "counter",
             "sapwood_worker_drafted_tokens_total",
@@ -203,6 +260,103 @@ class WorkerMetrics:
             "Bytes that ranks with whole experts have exchanged: tokens' vectors and experts' sums, counted as two-shot sums "
             "move them. With direct dispatch the bytes that the device counted.",
             lambda: [((), 0.0 if (places := load().places) is None else float(places.exchanged_bytes))],
+        )
+
+    def watch_loras(self, loras: LoraFigures) -> None:
+        """Adds the metrics of adapters, which are read at each scrape."""
+
+        def running(name: str) -> list[tuple[tuple[str, ...], float]]:
+            uses = loras.uses()
+            return [((lora,), float(getattr(use, name))) for lora, use in sorted(uses.items())]
+
+        def requests() -> list[tuple[tuple[str, ...], float]]:
+            if not loras.slots:
+                return []
+            uses = loras.uses()
+            names = [",".join(sorted(lora for lora, use in uses.items() if count(use))) for count in (_ran, _waited)]
+            return [((str(loras.slots), *names), time.time())]
+
+        self._metrics.polled(
+            "gauge",
+            "vllm:lora_requests_info",
+            "Which adapters have requests that run, and that wait, as vLLM tells gateways. The value is the time in seconds "
+            "since 1970.",
+            requests,
+            max_lora=Text(),
+            running_lora_adapters=Text(),
+            waiting_lora_adapters=Text(),
+        )
+        for state in ("running", "waiting"):
+            self._metrics.polled(
+                "gauge",
+                f"sapwood_worker_lora_{state}_requests",
+                f"Requests with each adapter that are {state}.",
+                partial(running, state),
+                lora=AtMost(_MOST_LORAS),
+            )
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_lora_slots",
+            "Slots of the device for adapters: used by running requests, or unused.",
+            lambda: (
+                []
+                if (loads := loras.loads()) is None
+                else [(("used",), float(len(loads.slots) - loads.unused)), (("unused",), float(loads.unused))]
+            ),
+            state=OneOf("used", "unused"),
+        )
+        figures: dict[str, tuple[Literal["gauge", "counter"], str, Callable[[], float]]] = {
+            "host_bytes": ("gauge", "Bytes of adapters in the host's memory.", lambda: loras.host_bytes),
+            "known": ("gauge", "Adapters that requests may name.", lambda: len(loras.known())),
+            "slot_loads_total": (
+                "counter",
+                "How often an adapter was put into a slot of the device.",
+                lambda: 0 if (loads := loras.loads()) is None else loads.loads,
+            ),
+            "slot_claims_total": (
+                "counter",
+                "How often a slot was taken from an adapter with running requests, for one that had waited.",
+                lambda: 0 if (loads := loras.loads()) is None else loads.claims,
+            ),
+        }
+        for name, (kind, text, read) in figures.items():
+            self._metrics.polled(kind, f"sapwood_worker_lora_{name}", text, _reading(read))
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_lora_reads_total",
+            "Adapters that were read into the host's memory, by outcome.",
+            lambda: [(("read",), float(loras.read_total)), (("failed",), float(loras.failed_total))],
+            outcome=OneOf("read", "failed"),
+        )
+
+    def watch_pictures(self, use: Callable[[], PictureUse]) -> None:
+        """Adds the metrics of pictures, which are read at each scrape."""
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_pictures_total",
+            "Pictures and videos that steps needed: they went through the tower (encoded), or their encoding was kept on the "
+            "device or in the host's memory.",
+            lambda: [(("encoded",), use().encoded), (("device",), use().device), (("host",), use().host)],
+            outcome=OneOf("encoded", "device", "host"),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_picture_tokens_total",
+            "Tokens of pictures and videos that went through the tower.",
+            lambda: [((), use().tokens)],
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_picture_seconds_total",
+            "Seconds that the tower took; on a GPU, those of launching it.",
+            lambda: [((), use().seconds)],
+        )
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_picture_bytes",
+            "Bytes of encodings of pictures that are kept, by where.",
+            lambda: [(("device",), use().device_bytes), (("host",), use().host_bytes)],
+            tier=OneOf("device", "host"),
         )
 
     def watch_sums(self, counts: Callable[[], dict[str, int]], choices: Callable[[], SumChoices]) -> None:

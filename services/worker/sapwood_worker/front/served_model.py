@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -85,7 +86,15 @@ class ServedModel(NamedTuple):
     max_running: int
 
 
-def to_model_info(model: ServedModel, role: Role, page_fingerprint: bytes) -> worker_pb2.GetModelInfoResponse:
+def to_model_info(
+    model: ServedModel,
+    role: Role,
+    page_fingerprint: bytes,
+    *,
+    resolves_loras: bool = False,
+    weights: worker_pb2.WeightsState | None = None,
+    asleep: Iterable[worker_pb2.Memory] = (),
+) -> worker_pb2.GetModelInfoResponse:
     """The message that describes a model, and what the worker does of requests for it.
 
     Args:
@@ -93,6 +102,9 @@ def to_model_info(model: ServedModel, role: Role, page_fingerprint: bytes) -> wo
         role: The worker's role now.
         page_fingerprint: A hash of everything besides tokens that pages depend on; empty: the model's facts have it, if it is
             known.
+        resolves_loras: Whether it looks for adapters that requests name and it does not know.
+        weights: Those in use.
+        asleep: What sleeps.
     """
     info = model.info
     defaults: dict[str, Any] = {**info.sampling_defaults}
@@ -130,4 +142,11 @@ def to_model_info(model: ServedModel, role: Role, page_fingerprint: bytes) -> wo
         activation=from_activation(info),
         role=from_role(role),
         sampling_defaults=common_pb2.SamplingParams(**defaults),
+        lora_slots=info.lora_slots,
+        max_lora_rank=info.max_lora_rank,
+        resolves_loras=resolves_loras,
+        weights_in_use=weights,
+        vision="" if info.pictures is None else info.pictures.family,
+        most_picture_bytes=0 if info.pictures is None else info.pictures.most_bytes,
+        asleep=asleep,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
 from typing import Any, cast
@@ -15,17 +15,21 @@ import numpy.typing as npt
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.seeds import Seeds
-from sapwood_common.errors import InvalidArgumentError, UnavailableError
+from sapwood_common.errors import InvalidArgumentError, UnavailableError, UnimplementedError
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.settings.flags import service_flag
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, traceparent_var
 from sapwood_net.pacing.pace import Pace
 from sapwood_worker.front.convert import (
     check_prompt,
+    to_continuations,
     to_dimensions,
     to_handoff,
     to_inputs,
     to_kv_events,
     to_load_report,
+    to_lora_info,
+    to_lora_infos,
     to_namespace,
     to_pooling,
     to_response,
@@ -37,8 +41,12 @@ from sapwood_worker.front.convert import (
 )
 from sapwood_worker.front.engine import Engine, Generation
 from sapwood_worker.front.kv_event_stream import KvEventBatch
+from sapwood_worker.front.loras import KnownLora, Loras, LoraUseTicket, aborted
+from sapwood_worker.front.pictures import to_pictures
 from sapwood_worker.front.served_model import ServedModel, to_model_info
-from sapwood_worker.front.session import Session
+from sapwood_worker.front.session import LoraNews, Session
+from sapwood_worker.front.sleep import Sleeper, to_memory
+from sapwood_worker.front.weights import Weights
 from sapwood_worker.records.load import TierReport
 
 SERVICE = "sapwood.v1.Worker"
@@ -64,8 +72,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         begin_drain: Sets it and turns the service unhealthy.
         telemetry: Measures what comes over sessions.
         seeds: Draws the seeds of requests that bring none.
+        loras: The adapters.
 
     Attributes:
+        weights: The model's weights, and updates of them.
+        sleeper: Which memory sleeps.
         model: Set once it is loaded; until then calls are refused UNAVAILABLE.
     """
 
@@ -76,12 +87,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         begin_drain: Callable[[], Awaitable[None]],
         telemetry: RpcTelemetry,
         seeds: Seeds,
+        loras: Loras,
     ) -> None:
         self._seeds = seeds
+        self._loras = loras
         self._telemetry = telemetry
         self._engine = engine
         self._draining = draining
         self._begin_drain = begin_drain
+        self.weights = Weights(engine)
+        self.sleeper = Sleeper(engine)
         self.model: ServedModel | None = None
         self._sessions: set[Session] = set()
         self._idle = asyncio.Event()
@@ -95,7 +110,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         context.add_done_callback(cast(Any, lambda _: generation.close()))
         try:
             async for output in generation:
-                yield to_response(output)
+                yield to_response(output, generation.lora_digest, generation.weight_version(output))
         finally:
             generation.close()
 
@@ -120,6 +135,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._epoch,
             self._draining,
             self._session_idle,
+            self._loras,
         )
         # A call that ends while a message is being sent does not come back here.
         context.add_done_callback(cast(Any, lambda _: session.close()))
@@ -153,31 +169,65 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         Raises:
             InvalidArgumentError: It cannot be run; the field is named.
+            NotFoundError: There is no such adapter.
             UnavailableError: The model is being loaded, or the worker drains.
         """
         _, info, _, grammars, _ = self.loaded()
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
+        self.sleeper.check()
         check_prompt(request, info)
         sampling, count = to_sampling(request, info, self._seeds)
-        terms = to_terms(request, seconds)
         handoff = to_handoff(request, self._engine.roles, count)
+        continuations = to_continuations(request, info, count)
         with self._engine.preparing():
-            grammar = await grammars.compiled(request, seconds)
-            return self._engine.submit(
-                request.request_id,
-                request.token_ids,
-                sampling,
-                grammar,
-                request.output_tokens,
-                count,
-                request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
-                terms,
-                handoff,
-            )
+            held = await self._hold(request)
+            try:
+                terms = to_terms(request, seconds, None if held is None else held.loaded)
+                grammar = await grammars.compiled(request, seconds)
+                pictures = await to_pictures(request, info)
+                generation = self._engine.submit(
+                    request.request_id,
+                    request.token_ids,
+                    sampling,
+                    grammar,
+                    request.output_tokens,
+                    count,
+                    request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
+                    terms,
+                    handoff,
+                    _nothing if held is None else held.release,
+                    pictures,
+                    continuations,
+                )
+            except BaseException:
+                if held is not None:
+                    held.release()
+                raise
+        if held is not None:
+            generation.lora_digest = held.loaded.facts.digest
+            held.on_abort(lambda: generation.fail(aborted(request.lora_name)))
+        return generation
+
+    async def _hold(
+        self, request: worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest
+    ) -> LoraUseTicket | None:
+        """Holds the adapter that a request names, loading it if need be; None: it names none. Raises as :meth:`Loras.use`."""
+        if not request.lora_name:
+            return None
+        return await self._loras.use(
+            request.lora_name, request.lora_source if request.HasField("lora_source") else None
+        )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
-        return to_model_info(self.loaded(), self._engine.roles[-1], self._engine.page_fingerprint)
+        return to_model_info(
+            self.loaded(),
+            self._engine.roles[-1],
+            self._engine.page_fingerprint,
+            resolves_loras=self._loras.resolves,
+            weights=self.weights.state,
+            asleep=self.sleeper.asleep,
+        )
 
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Context
@@ -192,14 +242,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         engine = self._engine
         draining = asyncio.ensure_future(self._draining.wait())
         change: asyncio.Future[None] | None = None
+        told = LoraNews(self._loras)
         try:
             while not draining.done():
                 version = engine.load_version
-                yield worker_pb2.WatchLoadResponse(load=to_load_report(engine.load, engine.kv_events))
+                report = to_load_report(engine.load, engine.kv_events)
+                yield worker_pb2.WatchLoadResponse(load=report, loras=told.report())
                 if interval:
                     await asyncio.wait({draining}, timeout=interval / 1000)
                 change = asyncio.ensure_future(engine.load_after(version))
-                await asyncio.wait({change, draining}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({change, draining}, timeout=told.due, return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
         finally:
             draining.cancel()
             if change is not None:
@@ -244,8 +297,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Changes what the worker does of a request; its sessions tell it with their next message."""
         self.loaded()
         await self._engine.set_role(to_role(request.role))
-        for session in self._sessions:
-            session.info_changed()
+        self._tell_info()
         return worker_pb2.SetRoleResponse()
 
     async def AttachStorage(
@@ -273,7 +325,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         token_ids = request.token_ids if request.HasField("token_ids") else True
         async with aclosing(self.kv_batches()) as batches:
             async for batch in batches:
-                yield to_kv_events(batch, block_size, token_ids=token_ids)
+                yield to_kv_events(batch, block_size, self._loras.name_of, token_ids=token_ids)
         raise UnavailableError("this worker is shutting down", retry_after=1.0)
 
     async def kv_batches(self) -> AsyncGenerator[KvEventBatch]:
@@ -299,7 +351,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.loaded()
         if not 0 < len(request.name) <= MOST_NAME:
             raise InvalidArgumentError(f"name must have 1 to {MOST_NAME} characters", field="name")
-        namespace = to_namespace(request.cache_salt, request.lora_name)
+        namespace = to_namespace(request.cache_salt, self._loras.held(request.lora_name) if request.lora_name else None)
         seconds = float(request.ttl_seconds) if request.HasField("ttl_seconds") else None
         pinned = await self._engine.pin(request.name, request.token_ids, namespace, seconds)
         return worker_pb2.PinPrefixResponse(pinned_tokens=pinned)
@@ -312,8 +364,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Pause(self, request: worker_pb2.PauseRequest, context: Context) -> worker_pb2.PauseResponse:
         self.loaded()
-        await self._engine.pause(retract=request.retract)
-        return worker_pb2.PauseResponse()
+        aborted = await self._engine.pause(retract=request.retract, abort=request.abort)
+        return worker_pb2.PauseResponse(aborted=aborted)
 
     async def Resume(self, request: worker_pb2.ResumeRequest, context: Context) -> worker_pb2.ResumeResponse:
         self.loaded()
@@ -368,25 +420,152 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         info = self.loaded().info
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
+        self.sleeper.check()
         inputs: list[list[int]] = []
         pace = Pace(partial(asyncio.sleep, 0), _TOKENS_A_TURN)
         for ids in to_inputs(request, info):
             inputs.append(ids)
             await pace.did(len(ids))
         self._engine.check()
-        pooling = to_pooling(request.pooling, info)
-        vectors = await self._engine.embeddings.embed(
-            request.request_id or "embed",
-            inputs,
-            pooling,
-            to_terms(request, seconds),
-            dimensions=to_dimensions(request, info),
-            normalize=request.normalize if request.HasField("normalize") else info.normalizes,
+        pooling, dimensions = to_pooling(request.pooling, info), to_dimensions(request, info)
+        normalize = request.normalize if request.HasField("normalize") else info.normalizes
+        held = await self._hold(request)
+        try:
+            terms = to_terms(request, seconds, None if held is None else held.loaded)
+            name = request.request_id or "embed"
+            work = self._engine.embeddings.embed(
+                name, inputs, pooling, terms, dimensions=dimensions, normalize=normalize
+            )
+            return await _unless_aborted(work, request.lora_name, held), sum(map(len, inputs))
+        finally:
+            if held is not None:
+                held.release()
+
+    async def LoadLora(self, request: worker_pb2.LoadLoraRequest, context: Context) -> worker_pb2.LoadLoraResponse:
+        """Loads an adapter; a call that is cancelled does not stop the load."""
+        self._serves_loras()
+        loading: asyncio.Future[KnownLora | None]
+        if request.only_replace:
+            loading = asyncio.ensure_future(self._loras.replace(request.name, request.path, request.version))
+        else:
+            version = request.version if request.HasField("version") else None
+            loading = asyncio.ensure_future(
+                self._loras.load(request.name, request.path, pinned=request.pinned, version=version)
+            )
+        draining = asyncio.ensure_future(self._draining.wait())
+        ends: set[asyncio.Future[Any]] = {loading, draining}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                raise UnavailableError("this worker is shutting down")
+            known = loading.result()
+        finally:
+            loading.cancel()
+            draining.cancel()
+        if known is None:
+            return worker_pb2.LoadLoraResponse()
+        return worker_pb2.LoadLoraResponse(lora=to_lora_info(known, self._loras, self._loras.uses()))
+
+    async def UnloadLora(
+        self, request: worker_pb2.UnloadLoraRequest, context: Context
+    ) -> worker_pb2.UnloadLoraResponse:
+        self._serves_loras()
+        running = self._loras.unload(request.name, abort=request.abort_requests)
+        return worker_pb2.UnloadLoraResponse(running_requests=running)
+
+    async def ListLoras(self, request: worker_pb2.ListLorasRequest, context: Context) -> worker_pb2.ListLorasResponse:
+        loras, loads = self._loras, self._engine.load.loras
+        return worker_pb2.ListLorasResponse(
+            loras=to_lora_infos(loras),
+            slots=loras.slots,
+            free_slots=loras.slots if loads is None else loads.unused,
+            host_bytes=loras.host_bytes,
+            host_budget=loras.budget,
         )
-        return vectors, sum(map(len, inputs))
+
+    async def UpdateWeights(
+        self, request_iterator: AsyncIterator[worker_pb2.UpdateWeightsRequest], context: Context
+    ) -> worker_pb2.UpdateWeightsResponse:
+        self.loaded()
+        if worker_pb2.MEMORY_WEIGHTS in self.sleeper.asleep:
+            self.sleeper.check()
+        response = await self.weights.update(request_iterator)
+        if response.committed:
+            self._tell_info()
+        return response
+
+    async def Sleep(self, request: worker_pb2.SleepRequest, context: Context) -> worker_pb2.SleepResponse:
+        self.loaded()
+        size = await self.sleeper.sleep(to_memory(request.memory), abort=request.abort)
+        self._tell_info()
+        return worker_pb2.SleepResponse(asleep=self.sleeper.asleep, bytes=size)
+
+    async def WakeUp(self, request: worker_pb2.WakeUpRequest, context: Context) -> worker_pb2.WakeUpResponse:
+        self.loaded()
+        await self.sleeper.wake_up(to_memory(request.memory))
+        self._tell_info()
+        return worker_pb2.WakeUpResponse(asleep=self.sleeper.asleep)
+
+    def _tell_info(self) -> None:
+        for session in self._sessions:
+            session.info_changed()
+
+    async def JoinWeightsGroup(
+        self, request: worker_pb2.JoinWeightsGroupRequest, context: Context
+    ) -> worker_pb2.JoinWeightsGroupResponse:
+        self.loaded()
+        await self.weights.join_group(request)
+        return worker_pb2.JoinWeightsGroupResponse()
+
+    async def LeaveWeightsGroup(
+        self, request: worker_pb2.LeaveWeightsGroupRequest, context: Context
+    ) -> worker_pb2.LeaveWeightsGroupResponse:
+        self.loaded()
+        return worker_pb2.LeaveWeightsGroupResponse(found=await self.weights.leave_group(request.group))
+
+    async def DropWeights(
+        self, request: worker_pb2.DropWeightsRequest, context: Context
+    ) -> worker_pb2.DropWeightsResponse:
+        self.loaded()
+        return worker_pb2.DropWeightsResponse(found=await self.weights.drop(request.update_id))
+
+    async def GetWeights(
+        self, request: worker_pb2.GetWeightsRequest, context: Context
+    ) -> worker_pb2.GetWeightsResponse:
+        self.loaded()
+        return worker_pb2.GetWeightsResponse(weights=self.weights.state, staged=self.weights.staged)
+
+    def _serves_loras(self) -> None:
+        self.loaded()
+        if not self._loras.slots:
+            flag = service_flag("worker", "lora-slots")
+            raise UnimplementedError(f"this worker has no slots for adapters: {flag} gives it some")
 
     def loaded(self) -> ServedModel:
         """The model that is served; raises UnavailableError until it is loaded."""
         if self.model is None:
             raise UnavailableError("the model is being loaded", retry_after=1.0)
         return self.model
+
+
+def _nothing() -> None:
+    """Is done at the end of a request without an adapter."""
+
+
+async def _unless_aborted(
+    work: Coroutine[Any, Any, npt.NDArray[np.float32]], name: str, held: LoraUseTicket | None
+) -> npt.NDArray[np.float32]:
+    """The result of ``work``; RequestCancelledError if its adapter is unloaded meanwhile and its requests are to end."""
+    if held is None:
+        return await work
+    task = asyncio.ensure_future(work)
+    ended = asyncio.get_running_loop().create_future()
+    held.on_abort(lambda: None if ended.done() else ended.set_result(None))
+    try:
+        await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise aborted(name)
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -32,8 +33,9 @@ from sapwood_common.status import code_number, row_of
 from sapwood_common.telemetry.logs import is_valid_request_id, request_id_var, traceparent_var
 from sapwood_net.pacing.afterwards import Afterwards
 from sapwood_net.pacing.heavy_work import A_FEW
-from sapwood_worker.front.convert import is_one_token, to_announced, to_load_report, to_response
+from sapwood_worker.front.convert import is_one_token, to_announced, to_load_report, to_lora_report, to_response
 from sapwood_worker.front.engine import Engine, Generation, SchedulerLostError
+from sapwood_worker.front.loras import Loras
 
 logger = logging.getLogger(__name__)
 
@@ -141,12 +143,13 @@ class GenerationStream(SessionStream):
     def write(self, response: worker_pb2.SessionResponse, stream_id: int, *, packs_tokens: bool) -> int:
         size = 0
         while self._generation is not None and (output := self._generation.take()) is not None:
-            if packs_tokens and is_one_token(output):
+            if packs_tokens and is_one_token(output) and self._generation.knows_weights(output):
                 response.token_streams.append(stream_id)
                 response.tokens.append(output.token_ids[0])
                 response.positions.append(output.completion_tokens - 1)
             else:
-                message = to_response(output)
+                version = self._generation.weight_version(output)
+                message = to_response(output, self._generation.lora_digest, version)
                 size += _measured(message)
                 response.outputs.add(stream_id=stream_id, response=message)
         return size
@@ -220,10 +223,52 @@ def _measured(output: worker_pb2.WorkerGenerateResponse) -> int:
 
 DEFAULT_HEARTBEAT_MS, LEAST_HEARTBEAT_MS = 200, 10
 _LOAD_INTERVAL = 0.05
+_LORA_INTERVAL, _SLOT_INTERVAL = 0.1, 0.5
+"""Seconds between two reports on adapters, for what is loaded, and for what the device's slots hold."""
 _MANY = 1024
 """Stream ids of a message that are looked at in a turn of the event loop."""
 
 ItemT = TypeVar("ItemT")
+
+
+class LoraNews:
+    """Says when a peer is to hear of the adapters again: at once when it has heard nothing yet or what is loaded has changed, and
+    for a change of their slots not too often.
+
+    Args:
+        loras: The adapters.
+    """
+
+    def __init__(self, loras: Loras) -> None:
+        self._loras = loras
+        self._version = -1
+        self._slots: tuple[tuple[int, ...], int] = ((), 0)
+        self._told = 0.0
+
+    @property
+    def due(self) -> float | None:
+        """Seconds until a report is due, 0 if one is now; None: nothing has changed."""
+        if not self._loras.slots:
+            return None
+        if self._loras.report_version != self._version:
+            interval = _LORA_INTERVAL
+        elif self._held() != self._slots:
+            interval = _SLOT_INTERVAL
+        else:
+            return None
+        return max(0.0, self._told + interval - time.monotonic())
+
+    def report(self) -> worker_pb2.LoraReport | None:
+        """The report that is due; None: there is none."""
+        if self.due != 0:
+            return None
+        self._version, self._slots, self._told = self._loras.report_version, self._held(), time.monotonic()
+        return to_lora_report(self._loras)
+
+    def _held(self) -> tuple[tuple[int, ...], int]:
+        """What the device's slots hold, and how many of them no running request uses."""
+        loads = self._loras.loads()
+        return ((), 0) if loads is None else (loads.slots, loads.unused)
 
 
 class Session:
@@ -237,6 +282,7 @@ class Session:
         epoch: Returns which start of the scheduler runs now, None if none does; the session ends when that changes.
         draining: Set when the worker is about to stop.
         on_idle: Called whenever the last open stream ends.
+        loras: The adapters, which are reported.
     """
 
     def __init__(
@@ -248,7 +294,10 @@ class Session:
         epoch: Callable[[], int | None],
         draining: asyncio.Event,
         on_idle: Callable[[], None],
+        loras: Loras,
     ) -> None:
+        self._loras = loras
+        self._lora_news = LoraNews(loras)
         self._start = start
         self._embed = embed
         self._engine = engine
@@ -344,7 +393,7 @@ class Session:
         """Carries out a message in parts, one part in each turn of the event loop: a message may hold thousands of requests and
         millions of ids."""
         for announcement in request.announced_handoffs:  # first: the request for which they are read may be here, too
-            if (pages := to_announced(announcement, self._engine.roles)) is not None:
+            if (pages := to_announced(announcement, self._engine.roles, self._loras)) is not None:
                 self._engine.announce(pages)
         async for submit in _in_turns(request.submits, A_FEW):
             self._submit(submit)
@@ -419,6 +468,8 @@ class Session:
             self._load_version = self._engine.load_version
             self._load_sent = now
             response.load.CopyFrom(to_load_report(self._engine.load, self._engine.kv_events))
+        if (report := self._lora_news.report()) is not None:
+            response.loras.CopyFrom(report)
         liveness = self._engine.liveness
         response.draining = self._draining.is_set() or liveness.stuck
         response.frozen_ms = int(liveness.frozen * 1000)

@@ -16,12 +16,16 @@ import msgspec
 import zmq
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.records.continuations import Continuation
 from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.handoff import HandoffTicket, log_stage
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load, StepTime, TierReport
+from sapwood_worker.records.lora import Lora, LoraFacts
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, RequestOutput
+from sapwood_worker.records.pictures import Picture, PictureUse
+from sapwood_worker.records.weights import InFlight, Memory, TrainerGroup, WeightBucket, WeightsFacts
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +39,14 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
         namespace: Requests of different namespaces share no cached pages; see
             ``sapwood_common.contract.page_hash.cache_namespace``.
         seconds: Seconds after which it is ended even if unfinished; None: no limit.
+        lora: The number of its adapter, which was read before; 0: none.
     """
 
     priority: int = 0
     tenant: str = ""
     namespace: bytes = b""
     seconds: float | None = None
+    lora: int = 0
 
 
 USUAL = Terms()
@@ -53,6 +59,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     ``token_ids`` are output of an earlier attempt. ``terms``: its priority, tenant, namespace and deadline.
     ``pooling``: how its hidden states become an embedding; empty: it generates.
     ``hands_off``: it ends after its first token, with a ticket for its pages. ``ticket``: for pages that another worker keeps.
+    ``pictures``: those in the prompt, in order. ``continuations``: what is scored instead of generating.
     """
 
     serial: int
@@ -65,6 +72,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     pooling: Pooling = ""
     hands_off: bool = False
     ticket: HandoffTicket | None = None
+    pictures: tuple[Picture, ...] = ()
+    continuations: tuple[Continuation, ...] = ()
 
 
 class KeepHandoffs(msgspec.Struct, frozen=True, tag="keep-handoffs"):
@@ -113,10 +122,12 @@ class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Compute nothing until Resume; ``retract``: also free the pages of running requests."""
+    """Compute nothing until Resume; ``retract``: also free the pages of running requests; ``abort``: end all requests, whose
+    number is answered."""
 
     call: int
     retract: bool
+    abort: bool = False
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
@@ -160,11 +171,110 @@ class CacheCommand(msgspec.Struct, frozen=True, tag="cache"):
     argument: str = ""
 
 
+class ReadLora(msgspec.Struct, frozen=True, tag="read-lora"):
+    """Read an adapter into the host's memory; answered like an operation, with its facts."""
+
+    call: int
+    lora: Lora
+
+
+class DropLora(msgspec.Struct, frozen=True, tag="drop-lora"):
+    """Forget an adapter that was read, once its requests have ended; no further ones come. Answered like an operation, then."""
+
+    call: int
+    number: int
+
+
+class StageWeights(msgspec.Struct, frozen=True, tag="stage-weights"):
+    """Read tensors of an update beside the weights in use; answered like an operation, with what is staged."""
+
+    call: int
+    bucket: WeightBucket
+
+
+class ReadyWeights(msgspec.Struct, frozen=True, tag="ready-weights"):
+    """Check that an update is complete, and ready it; answered like an operation, with what is staged."""
+
+    call: int
+    update: int
+    partial: bool
+
+
+class ExchangeWeights(msgspec.Struct, frozen=True, tag="exchange-weights"):
+    """Compute with an update that is ready from the next step on; answered like an operation, when that is so.
+
+    ``update``: 0: with the weights that the last exchange kept. ``number``: of the weights, on all outputs from then on.
+    ``in_flight``: what becomes of requests that run. ``keep``: whether to keep the present weights. ``flush``: whether to empty
+    the prefix cache, in which no page of the present weights can be found any more.
+    """
+
+    call: int
+    update: int
+    number: int
+    in_flight: InFlight = "retract"
+    keep: bool = False
+    flush: bool = True
+
+
+class DropWeights(msgspec.Struct, frozen=True, tag="drop-weights"):
+    """Forget what is staged of an update; answered like an operation."""
+
+    call: int
+    update: int
+
+
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Give memory back, when no step is in flight; answered like an operation, with the bytes. Requests that run end, or wait for
+    :class:`WakeUp`."""
+
+    call: int
+    memory: tuple[Memory, ...]
+    folder: str
+    abort: bool = False
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake-up"):
+    """Take memory again; answered like an operation. ``serve``: whether all of it is back then, so that requests go on."""
+
+    call: int
+    memory: tuple[Memory, ...]
+    folder: str
+    serve: bool
+
+
+class JoinGroup(msgspec.Struct, frozen=True, tag="join-group"):
+    """Join a group that a trainer leads; answered like an operation, when it stands."""
+
+    call: int
+    group: TrainerGroup
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, tag="leave-group"):
+    """Leave such a group; the answer says whether there was one."""
+
+    call: int
+    name: str
+
+
+ChangeWeights = JoinGroup | LeaveGroup | StageWeights | ReadyWeights | ExchangeWeights | DropWeights | Sleep | WakeUp
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now."""
 
 
-ToScheduler = Submit | Abort | KeepHandoffs | AnnouncePages | Operation | CacheCommand | Shutdown
+ToScheduler = (
+    Submit
+    | Abort
+    | KeepHandoffs
+    | AnnouncePages
+    | Operation
+    | CacheCommand
+    | ReadLora
+    | DropLora
+    | ChangeWeights
+    | Shutdown
+)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -198,7 +308,8 @@ class Step(msgspec.Struct, tag="step"):
     ``kv_events``: what the prefix cache stored and removed since the last message; ``times``: how long this step took, and the
     steps before it for which no message was sent; ``experts``: now and then, how many tokens the model's experts have got;
     ``sums``: now and then, how often each method has summed tensors over ranks; ``rank_kv_events``: with data-parallel attention,
-    the events of each rank's own prefix cache, which ``kv_events`` merges.
+    the events of each rank's own prefix cache, which ``kv_events`` merges; ``weights``: the number of the weights that
+    have computed the outputs; ``pictures``: what became of pictures so far, if that has changed.
     """
 
     outputs: list[RequestOutput]
@@ -208,6 +319,8 @@ class Step(msgspec.Struct, tag="step"):
     experts: ExpertLoad | None = None
     sums: dict[str, int] | None = None
     rank_kv_events: list[list[KvEvent]] = []
+    weights: int = 0
+    pictures: PictureUse | None = None
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):
@@ -215,6 +328,8 @@ class Answered(msgspec.Struct, frozen=True, tag="answered"):
 
     Attributes:
         page_fingerprint: Of a command on the cache's tiers: as :class:`~sapwood_worker.records.model_info.ModelInfo` has it.
+        lora: The facts of an adapter that was read.
+        weights: What is staged of an update, or what stands for the weights after an exchange.
     """
 
     call: int
@@ -222,6 +337,8 @@ class Answered(msgspec.Struct, frozen=True, tag="answered"):
     text: str = ""
     tiers: list[TierReport] = []
     page_fingerprint: bytes = b""
+    lora: LoraFacts | None = None
+    weights: WeightsFacts | None = None
 
 
 class CallFailed(msgspec.Struct, frozen=True, tag="call-failed"):

@@ -62,7 +62,7 @@ _BEAT_SECONDS = 0.1
 _OWN = frozenset(
     (
         *("node_rank", "rendezvous_key", "model", "revision", "served_model_name", "threads", "device"),
-        *("host", "port", "metrics_port", "health_host", "health_port", "sglang"),
+        *("host", "port", "metrics_port", "health_port", "sglang"),
         *("log_level", "log_format", "trace_endpoint", "tls_cert", "tls_key", "tls_client_ca"),
         *(
             "kv_events_port",

@@ -85,6 +85,7 @@ def load_model(
     quantization: str = "none",
     stored_weights: StoredWeights = "keep",
     parallel: Parallel | None = None,
+    adapted: bool = False,
 ) -> LoadedModel:
     """Loads a ``.gguf`` file or a Hugging Face directory.
 
@@ -99,6 +100,7 @@ def load_model(
         quantization: The format in which linear layers are quantised once they are loaded.
         stored_weights: ``keep`` keeps what the checkpoint stores in a format that we compute in on this device.
         parallel: The ranks that the model is split over; only this rank's part is read. None: it is not split.
+        adapted: Whether linear layers may get adapters.
 
     Raises:
         ConfigError: It cannot be read or is not supported; names the file and what.
@@ -115,7 +117,8 @@ def load_model(
             if load_format == "dummy" and in_blocks(quantized):
                 stored, dummy = Stored({}, quantized, str(path)), True
             elif load_format == "auto":
-                source = safetensors = SafetensorsSource(path, family, tied=False, fused=family.fused(config))
+                fused, groups = family.fused(config), family.groups(config)
+                source = safetensors = SafetensorsSource(path, family, tied=False, fused=fused, groups=groups)
                 config, headless = settle(config, safetensors, path)
                 kv_scales = safetensors.kv_scales()
                 stored = Stored(source.tensors(), quantized, str(path))
@@ -146,7 +149,7 @@ def load_model(
             with torch.inference_mode():
                 layer.prepare()
 
-        context = LayerContext(dtype, ops, linear, _exchanging(config, parallel, dtype, ops))
+        context = LayerContext(dtype, ops, linear, _exchanging(config, parallel, dtype, ops), adapted=adapted)
         with _numbers_of(path):
             model = DecoderModel(config, family.layer, context, load)
         kept = {name.removesuffix(AS_STORED) for name in linear.used - {"none"}}

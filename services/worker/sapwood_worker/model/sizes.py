@@ -19,6 +19,9 @@ REQUEST_TOKENS = 1024
 """Tokens of prompt and output that the cache is to hold of each running request, unless the context is shorter."""
 _STEP_SHARE = 8
 """A step's activations get one part in this many of the memory that the weights leave."""
+_STATES_EACH, _STATE_SHARE = 2, 4
+"""Room for this many states for each request: its own and snapshots. On a CPU the requests' own take at most one part in this
+many of the cache."""
 _SPARE = 2
 """Activations take this many times the memory of one layer's tensors, because kernels have buffers."""
 
@@ -47,6 +50,7 @@ class ModelFacts:
 
     Attributes:
         token_bytes: Bytes of the KV cache that a token takes.
+        state_bytes: Bytes of a request's state, of layers that keep one; 0: none does.
         hidden_size: Width of the residual stream.
         intermediate_size: The rank's width inside the MLP.
         context_length: Most tokens of a request.
@@ -56,6 +60,7 @@ class ModelFacts:
     hidden_size: int
     intermediate_size: int
     context_length: int
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,9 @@ def choose_sizes(device: DeviceFacts, model: ModelFacts, given: Given) -> Sizes:
             why = "the usual on a CPU" if cache == _CPU_CACHE else f"an eighth of the {_gib(device.total)} there are"
             cache_reason = f"{_gib(cache)}, {why}"
         running, running_reason = CPU_RUNNING, "as measured on CPUs"
+        if not sized and cache is not None and running * model.state_bytes * _STATE_SHARE > cache:
+            running = max(1, cache // (_STATE_SHARE * model.state_bytes))
+            running_reason = f"states of {_gib(model.state_bytes)} take one part in {_STATE_SHARE} of the KV cache"
         step, step_reason = CPU_STEP_TOKENS, "as measured on CPUs"
     else:
         cache, cache_reason = given.cache_bytes, "given"
@@ -119,8 +127,7 @@ def choose_sizes(device: DeviceFacts, model: ModelFacts, given: Given) -> Sizes:
         room = free - _cache_bytes(model, given)
         step, step_reason = _step_tokens(model, room)
         left = free - (given.max_step_tokens or step) * _activation_bytes(model)
-        tokens = int((_cache_bytes(model, given) if sized else max(0, left)) / model.token_bytes)
-        running, running_reason = _running(model, tokens)
+        running, running_reason = _running(model, _cache_bytes(model, given) if sized else max(0, left))
     return Sizes(
         given.max_running or running,
         given.max_step_tokens or step,
@@ -154,10 +161,11 @@ def _step_tokens(model: ModelFacts, room: int) -> tuple[int, str]:
     return tokens, f"its activations take {_gib(tokens * each)} of the {_gib(max(0, room))} that the weights leave"
 
 
-def _running(model: ModelFacts, cache_tokens: int) -> tuple[int, str]:
+def _running(model: ModelFacts, cache: int) -> tuple[int, str]:
     """How many requests of ``REQUEST_TOKENS`` the cache holds, within bounds, and why it is that many."""
     length = min(REQUEST_TOKENS, model.context_length)
-    fit = cache_tokens // length
+    states = _STATES_EACH * model.state_bytes
+    fit = int(cache / (length * model.token_bytes + states))
     if fit >= GPU_RUNNING:
         return GPU_RUNNING, f"the most that was measured; the cache holds {length} tokens of about {fit} requests"
     running = max(_LEAST_RUNNING, fit // 8 * 8)

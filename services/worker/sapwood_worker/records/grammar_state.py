@@ -40,6 +40,17 @@ class GrammarState(Protocol):
         """The only token that may come next; None if several may, or only the end. Does not change the state."""
         ...
 
+    def guess(self, most: int, token_ids: Sequence[int], start: int) -> list[int]:
+        """A draft of at most ``most`` tokens that spell the text which must come next, as the model cut such text last or else as
+        its tokenizer would; empty if no text is forced. Other tokens may spell it too, so the model has to choose.
+
+        Args:
+            most: The most tokens.
+            token_ids: The request's tokens so far, from which later drafts learn.
+            start: Where its output begins.
+        """
+        ...
+
     def validate(self, token_ids: Sequence[int]) -> int:
         """How many of the first tokens could be accepted one after another; does not change the state."""
         ...

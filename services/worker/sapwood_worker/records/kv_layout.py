@@ -8,6 +8,8 @@ Pools on device and host, copies, stores, page counts and memory plans depend on
 | its layers with a window | 2 | key heads | head's size | heads | the window |
 | latent attention (MLA) | 1: read as key and as value | 1 | rank + rotary part | replicated | all |
 | recurrent layers | 1 | heads | a head's state | heads | state |
+
+States are no pages: a request has one slot of its own, and snapshots have others (:class:`StateSlots`).
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class KVComponent:
         dim: Numbers in a vector.
         dtype: The numbers' dtype, by torch's name.
         sharding: Whether each rank of a tensor-parallel group keeps a range of the heads, or all heads.
-        needed: How long a token is kept. ``all``: as long as the request. A number: the size of a sliding window. ``state``: a
-            page keeps one vector for each head, and only the last page is needed.
+        needed: How long a token is kept. ``all``: as long as the request. A number: the size of a sliding window. ``state``: not
+            at all; a request keeps one vector for each head, which each token changes.
     """
 
     layers: tuple[int, ...]
@@ -69,12 +71,26 @@ class WindowGroup(msgspec.Struct, frozen=True, array_like=True):
         return self.tail(page_size) + 4
 
 
+class StateSlots(msgspec.Struct, frozen=True, array_like=True):
+    """The slots for states of layers that keep one instead of keys and values.
+
+    Each row of the page table has a slot for its request's state; these are further ones.
+
+    Attributes:
+        snapshots: Slots for copies of states, from which requests with the same beginning continue.
+        num_bytes: Bytes of a state, of all layers.
+    """
+
+    snapshots: int
+    num_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The layout of a model's pages.
 
     Attributes:
-        components: What is kept; no layer is in two of them.
+        components: What is kept; a layer keeps at most one thing in pages, and at most one state.
         page_size: Tokens in a page.
         order: The order of a page's dimensions: HND puts a head's tokens side by side, so that a range of heads is contiguous;
             NHD puts a token's heads side by side.
@@ -88,9 +104,14 @@ class KVLayout:
     order: Order = "HND"
 
     def __post_init__(self) -> None:
-        layers = [layer for each in self.components for layer in each.layers]
-        if not layers or len(set(layers)) != len(layers):
-            raise ValueError(f"a KV layout needs layers, none of them in two components: {layers}")
+        for some in (self.paged, self.states):
+            layers = [layer for each in some for layer in each.layers]
+            if len(set(layers)) != len(layers):
+                raise ValueError(f"a KV layout needs layers, none of them in two components: {layers}")
+        if not any(each.layers for each in self.components):
+            raise ValueError("a KV layout needs layers")
+        if not self.paged:
+            raise ValueError("a KV layout needs a component with pages, if only one that no layer keeps anything in")
         for each in self.components:
             if each.dtype not in _ITEM_BYTES:
                 raise ValueError(f"KV layout: dtype {each.dtype!r} is none of {', '.join(_ITEM_BYTES)}")
@@ -99,13 +120,28 @@ class KVLayout:
                 raise ValueError(f"KV layout: parts, heads, dim and window must be at least 1: {each}")
 
     @property
+    def states(self) -> tuple[KVComponent, ...]:
+        """The components that are states."""
+        return tuple(each for each in self.components if each.needed == "state")
+
+    @property
+    def paged(self) -> tuple[KVComponent, ...]:
+        """The components that are kept in pages."""
+        return tuple(each for each in self.components if each.needed != "state")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's state, of all layers."""
+        return sum(self.layer_bytes(each) * len(each.layers) for each in self.states)
+
+    @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that keep something, ascending."""
-        return tuple(sorted(layer for each in self.components for layer in each.layers))
+        """The layers that keep something in pages, ascending."""
+        return tuple(sorted(layer for each in self.paged for layer in each.layers))
 
     def of(self, layer: int) -> KVComponent:
-        """What a layer keeps."""
-        return next(each for each in self.components if layer in each.layers)
+        """What a layer keeps in pages."""
+        return next(each for each in self.paged if layer in each.layers)
 
     def page_shape(self, component: KVComponent) -> tuple[int, int, int, int]:
         """A page of one layer: [parts, heads, slots, dim], or [parts, slots, heads, dim] in the order NHD."""
@@ -124,8 +160,8 @@ class KVLayout:
 
         The first is that of the components needed longest, and keeps its pages for all of a request.
         """
-        found = {each.needed for each in self.components}
-        return tuple(sorted(found, key=lambda needed: (needed != "all", needed == "state", -_tokens(needed))))
+        found = {each.needed for each in self.paged}
+        return tuple(sorted(found, key=lambda needed: (needed != "all", -_tokens(needed))))
 
     def group_of(self, component: KVComponent) -> int:
         """The index of a component's group."""
@@ -133,8 +169,7 @@ class KVLayout:
 
     def reach(self, group: int) -> int:
         """How many tokens before it a query sees in a group other than the first."""
-        needed = self.groups[group]
-        return self.page_size if needed == "state" else _tokens(needed) - 1
+        return _tokens(self.groups[group]) - 1
 
     def group_bytes(self, group: int) -> int:
         """Bytes of a page of all layers of a group."""
@@ -155,7 +190,7 @@ class KVLayout:
         """Where each layer's bytes begin in the record of a page, which holds component after component."""
         found: dict[int, int] = {}
         at = 0
-        for each in self.components:
+        for each in self.paged:
             for layer in each.layers:
                 found[layer] = at
                 at += self.layer_bytes(each)
@@ -163,7 +198,8 @@ class KVLayout:
 
     def kept_whole(self) -> KVLayout:
         """The same layout, but every token is kept as long as its request, so that all pages are in one table."""
-        return replace(self, components=tuple(replace(each, needed="all") for each in self.components))
+        kept = (each if each.needed == "state" else replace(each, needed="all") for each in self.components)
+        return replace(self, components=tuple(kept))
 
     def shard(self, ranks: int) -> KVLayout:
         """The layout of one rank out of this many equal ranks; with fewer heads than ranks, neighbouring ranks keep the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -22,6 +23,32 @@ class RankLoad(msgspec.Struct, frozen=True, array_like=True):
     step_tokens: float
 
 
+class LoraUse(msgspec.Struct, frozen=True, array_like=True):
+    """The requests with an adapter that have not ended: its number, how many run, and how many wait."""
+
+    number: int
+    running: int
+    waiting: int
+
+
+class LoraLoads(msgspec.Struct, frozen=True, array_like=True):
+    """The adapters of a scheduler.
+
+    Attributes:
+        slots: The adapter in each slot of the device; 0: none.
+        unused: Slots that no running request uses.
+        uses: The requests of each adapter that has any.
+        loads: How often an adapter was put into a slot so far.
+        claims: How often a slot was taken from an adapter whose requests still ran so far.
+    """
+
+    slots: tuple[int, ...]
+    unused: int
+    uses: tuple[LoraUse, ...] = ()
+    loads: int = 0
+    claims: int = 0
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A snapshot of the scheduler's load.
 
@@ -36,6 +63,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         window_pages: Pages of layers that see a window of tokens only.
         used_window_pages: How many of these requests or the prefix cache hold.
         passed_window_pages: Pages that have slid out of the windows of running requests so far.
+        state_slots: Slots for snapshots of states.
+        used_state_slots: How many of these running requests or the prefix cache hold.
+        evicted_states: Snapshots that have given way to others so far.
+        prefix_page_tokens: Of a model with states, tokens of prefixes whose pages were cached, at each start of a request.
+        prefix_state_tokens: How many of these a cached state covered too, so that they were not computed.
         prompt_tokens: Prompt tokens of all requests that have run so far.
         cached_tokens: How many of these were found in the prefix cache.
         device_hit_tokens: Tokens found in its first tier at each start of a request; a retracted request starts again.
@@ -68,6 +100,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         drafts: How many drafts of requests' next tokens were checked, of any length.
         drafter: What makes them; empty: nothing does.
         ranks: The loads of the ranks, with data-parallel attention; empty: all ranks run all requests.
+        loras: Its adapters; None: it serves none.
     """
 
     running_requests: int = 0
@@ -95,6 +128,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     window_pages: int = 0
     used_window_pages: int = 0
     passed_window_pages: int = 0
+    state_slots: int = 0
+    used_state_slots: int = 0
+    evicted_states: int = 0
+    prefix_page_tokens: int = 0
+    prefix_state_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     handoff_tickets: int = 0
@@ -111,13 +149,32 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pulled_early_bytes: int = 0
     pulled_part_bytes: int = 0
     ranks: tuple[RankLoad, ...] = ()
+    loras: LoraLoads | None = None
 
 
 def sum_loads(loads: Sequence[Load], ranks: tuple[RankLoad, ...]) -> Load:
     """The load of all ranks together, from the load of each; names come from the first rank."""
     first = msgspec.structs.asdict(loads[0])
     sums = {name: sum(getattr(load, name) for load in loads) for name, value in first.items() if isinstance(value, int)}
-    return msgspec.structs.replace(loads[0], **sums, ranks=ranks)
+    loras = _sum_loras([load.loras for load in loads if load.loras is not None])
+    return msgspec.structs.replace(loads[0], **sums, ranks=ranks, loras=loras)
+
+
+def _sum_loras(loads: Sequence[LoraLoads]) -> LoraLoads | None:
+    """The adapters of all ranks together: a slot of each rank holds an adapter of its own."""
+    if not loads:
+        return None
+    uses: dict[int, tuple[int, int]] = {}
+    for each in chain.from_iterable(load.uses for load in loads):
+        running, waiting = uses.get(each.number, (0, 0))
+        uses[each.number] = running + each.running, waiting + each.waiting
+    return LoraLoads(
+        tuple(chain.from_iterable(load.slots for load in loads)),
+        sum(load.unused for load in loads),
+        tuple(LoraUse(number, *counts) for number, counts in uses.items()),
+        sum(load.loads for load in loads),
+        sum(load.claims for load in loads),
+    )
 
 
 # How long a step took and what its requests waited for, as reported to the front.

@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from sapwood_worker.records.kv_layout import WindowGroup
+from sapwood_worker.records.kv_layout import StateSlots, WindowGroup
+from sapwood_worker.records.pictures import PictureInfo
 
 SUM_METHODS = ("backend", "one-shot", "two-shot", "one-shot+norm", "two-shot+norm")
 """``backend``: the all-reduce of torch.distributed. ``one-shot``: each rank reads all other ranks' tensors and sums them.
@@ -80,6 +81,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         page_size: Tokens in a page.
         num_pages: Pages in the pool.
         windows: For each sliding window of some layers, its pages: a step names pages of each window.
+        states: The slots for states of layers that keep one; None: no layer does.
         vocabulary_fingerprint: Hash of the tokens that grammars are masked with; empty: no structured output.
         special_tokens: Names of the vocabulary's special tokens, for compiling grammars.
         embedding_size: Numbers in an embedding; 0: it makes none.
@@ -112,6 +114,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_running: Most requests that its steps have room for.
         max_step_tokens: Most tokens of a step.
         sizes_reason: Why these sizes were chosen, and how the size of the KV cache follows; empty: nothing was chosen.
+        lora_slots: How many adapters its device holds at once; 0: it serves none.
+        max_lora_rank: The largest rank of an adapter that it takes.
+        pictures: What it does with pictures; None: it takes none.
         sampling_defaults: Settings of sampling for requests that do not set them.
         speculate: The drafter, as the setting names it.
         page_fingerprint: A hash of everything besides tokens that pages depend on; workers with equal ones can use each other's
@@ -138,6 +143,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
     encodes: bool = False
     windows: tuple[WindowGroup, ...] = ()
+    states: StateSlots | None = None
     prefill_attention: str = ""
     decode_attention: str = ""
     attention_reason: str = ""
@@ -157,4 +163,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = 512
     sizes_reason: str = ""
     speculate: str = "off"
+    lora_slots: int = 0
+    max_lora_rank: int = 0
+    pictures: PictureInfo | None = None
     sampling_defaults: dict[str, float] = {}

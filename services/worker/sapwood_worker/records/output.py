@@ -27,9 +27,10 @@ Pooling = Literal["", "mean", "last", "cls", "labels"]
 """``labels``: the last token's logits, one for each label of the model's head."""
 
 
-FinishReason = Literal["stop", "length", "error", "deadline", "handoff"]
+FinishReason = Literal["stop", "length", "error", "deadline", "handoff", "abort"]
 """``stop``: an end token or the end of the grammar. ``length``: max_tokens or the context's end. ``error``: runner or grammar
-failed. ``deadline``: it did not end in time. ``handoff``: another worker will continue it."""
+failed. ``deadline``: it did not end in time. ``handoff``: another worker will continue it. ``abort``: the
+weights that computed it have been exchanged."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -45,12 +46,13 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         error: The error message, if ``finish_reason`` is ``error``.
         error_field: The request field at fault, if the error is its sender's.
         logprobs: One for each of ``token_ids``, if asked for.
-        prompt_logprobs: On the first output, if asked for: one for each prompt token except the first.
+        prompt_logprobs: On the first output, if asked for: one for each prompt token after ``prompt_logprobs_start``.
         index: The number of the choice that it belongs to; the gRPC front sets it.
         embedding: Native float32, on the output of an embedding request.
         drafted_tokens: Tokens that were drafted for it so far.
         accepted_tokens: How many of these became part of its output.
         ticket: The ticket for its prompt's pages: for all pages if ``finish_reason`` is ``handoff``, else for new pages only.
+        weights: The number of the weights that have computed ``token_ids``; the gRPC front sets it.
     """
 
     serial: int
@@ -68,3 +70,4 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     ticket: HandoffTicket | None = None
+    weights: int = 0

@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.records.expert_load import ExpertMove
+from sapwood_worker.records.lora import LoraLoad
 from sapwood_worker.records.output import Pooling, TokenLogprobs
+from sapwood_worker.records.pictures import Pictured
 
 # Copies of pages between device and host, as the scheduler asks for them and the runner reports them.
 
@@ -131,6 +133,7 @@ IntArray = npt.NDArray[np.int64]
 Masks = npt.NDArray[np.int32]
 
 _NONE: IntArray = np.zeros(0, np.int64)
+_NO_SAVES: IntArray = np.zeros((0, 3), np.int64)
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -145,6 +148,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
         prompt_length: Tokens of the prompt that ``prompt_logprobs`` is about.
         prompt_logprobs: Whether log probabilities of the prompt's tokens are wanted, and how many alternatives.
         pooling: How its hidden states are to be pooled; empty: it generates.
+        lora_slot: The slot of its adapter, which does not change as long as it has the row; -1: it has none.
+        snapshot: The snapshot of the state that it continues from; -1: it begins without one.
+        pictured: What it has of pictures; None: nothing.
     """
 
     row: int
@@ -155,6 +161,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     prompt_length: int = 0
     prompt_logprobs: int | None = None
     pooling: Pooling = ""
+    lora_slot: int = -1
+    snapshot: int = -1
+    pictured: Pictured | None = None
 
 
 class LateMasks(Protocol):
@@ -209,11 +218,16 @@ class Step:
         masks: The tokens allowed there; None if ``masked`` is empty.
         copies: Pages to copy before the step is computed; None: none, and no report is expected. A step may have copies only.
         moves: Experts that move between ranks before the step is computed.
+        lora_loads: Adapters to put into slots before the step is computed. A step may have loads only.
         rank_tokens: int64: with data-parallel attention, how many tokens each rank computes in this step; this is one rank's
             part of the step. Empty: all ranks compute the same, or there is only one.
         decodes: Whether ``rank_tokens`` counts only decodes, one token each.
         parts: With data-parallel attention, each rank's part; such a step has only number, moves and parts.
         late: Drafted tokens that the host does not know yet; None: there are none.
+        again: int64 [P]: how many of each part's tokens, the first ones, have their keys and values in the cache already, and are
+            computed again for the states of layers that keep one; their keys and values are not written. Empty: none.
+        scored: int64 [K, 3]: log probabilities that are wanted: of a part, after which of its tokens in the step, and the token.
+        saves: int64 [S, 3]: snapshots of states that are taken: a part, after how many of its tokens, and the snapshot's slot.
     """
 
     number: int
@@ -228,10 +242,14 @@ class Step:
     masks: LateMasks | None = None
     copies: Copies | None = None
     moves: tuple[ExpertMove, ...] = ()
+    lora_loads: tuple[LoraLoad, ...] = ()
     rank_tokens: IntArray = field(default_factory=lambda: _NONE)
     decodes: bool = False
     parts: tuple[Step, ...] = ()
     late: LateTokens | None = None
+    again: IntArray = field(default_factory=lambda: _NONE)
+    scored: IntArray = field(default_factory=lambda: _NO_SAVES)
+    saves: IntArray = field(default_factory=lambda: _NO_SAVES)
 
     def settle(self) -> None:
         """Waits for late tokens and fills them in, for code that must know them."""
@@ -240,7 +258,7 @@ class Step:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(len(self.rows)) or self.copies is not None or any(self.parts)
+        return bool(len(self.rows)) or self.copies is not None or bool(self.lora_loads) or any(self.parts)
 
     def sampled(self) -> IntArray:
         """int64 [R]: after which of the T tokens to sample. O(parts)."""
@@ -269,9 +287,11 @@ class ModelOutput:
         logprobs: The log probabilities of ``token_ids`` (none for -1), by the part's index, if they were asked for.
         failures: By a part's index, the error of a logit processor that made its token -1.
         spared_tokens: Cached tokens that each layer did not read, as another request of the step that has them too did.
+        scored: One log probability for each of the step's ``scored``.
         seen: With data-parallel attention, a digest of the rows that all ranks compute together; 0: there were none.
         parts: The answers to the step's parts, of a step that has parts.
-        prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index.
+        prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index. None for
+            tokens before the request's ``prompt_logprobs_start``.
         pooled: For each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
             the first.
     """
@@ -286,6 +306,7 @@ class ModelOutput:
     spared_tokens: int = 0
     seen: int = 0
     parts: tuple[ModelOutput, ...] = ()
+    scored: list[float] = field(default_factory=list)
 
 
 class LaunchedStep(Protocol):

@@ -174,3 +174,18 @@ async def test_a_stream_that_fails_says_so_at_its_end(cluster) -> None:
     answer = await cluster.http.post(CHAT, json={"model": "fake", "messages": HI, "stream": True})
     last = json.loads(answer.text.strip().split("\n\n")[-1].partition("data: ")[2])
     assert (last["type"], last["delta"]) == ("message-end", {"error": "broken", "finish_reason": "ERROR"})
+
+
+async def test_inputs_to_embed_that_are_no_lists_of_parts_are_refused_by_name(cluster) -> None:
+    for content in (
+        5,
+        True,
+        "text",
+        {"a": 1},
+        [5],
+        [{"text": "x"}],
+        [{"type": "text", "text": 5}],
+        [{"type": "image"}],
+    ):
+        answer = await cluster.http.post(EMBED, json={"model": "fake", "inputs": [{"content": content}]})
+        assert (answer.status_code, "inputs[0].content" in answer.json()["message"]) == (400, True), answer.text

@@ -72,6 +72,7 @@ async def test_a_body_of_many_values_waits_for_its_turn_while_it_counts_as_held(
     head = SimpleNamespace(fields={}, method="POST", path="/v1/chat/completions")
     request = SimpleNamespace(
         head=head,
+        resumes=False,
         writable=None,
         write_chunk=None,
         take_body=came.take,

@@ -163,7 +163,8 @@ async def test_texts_are_embedded(client, cluster) -> None:
 
 WRONG = [
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-    (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, "messages[0].images[0]"),
+    (CHAT, {"messages": [{"role": "assistant", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
     (CHAT, {"messages": HI, "options": {"temperature": -1}}, "options.temperature"),
     (CHAT, {"messages": HI, "options": {"repeat_penalty": -1}}, "options.repeat_penalty"),
     (CHAT, {"messages": HI, "options": {"stop": [""]}}, "options.stop"),
@@ -171,7 +172,8 @@ WRONG = [
     (CHAT, {"messages": HI, "format": {"bad": 1}}, "format"),
     (CHAT, {"messages": HI, "think": "much"}, "think"),
     (CHAT, {"messages": [*HI, {"role": "system", "content": "late"}]}, "messages[1].role"),
-    (GENERATE, {"prompt": "x", "images": ["aGk="]}, "images"),
+    (GENERATE, {"prompt": "x", "images": [5]}, "images"),
+    (GENERATE, {"prompt": "x", "images": ["aGk="], "raw": True}, "images"),
     (GENERATE, {"prompt": 5}, "prompt"),
     ("/api/embed", {}, "input"),
     ("/api/embed", {"input": ["a", ""]}, "input[1]"),

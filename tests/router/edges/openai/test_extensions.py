@@ -257,6 +257,7 @@ STRUCTURED = [
     ({"structured_outputs": {"regex": "a+", "disable_any_whitespace": True}}, "regex", "a+"),
     ({"structured_outputs": {"choice": ["é"]}}, "ebnf", 'start: CHOICE\nCHOICE: "é"'),
     ({"structured_outputs": {"grammar": 'start: "a"', "json_object": False}}, "ebnf", 'start: "a"'),
+    ({"structured_outputs": {"grammar": 'start: "a"'}, "guided_grammar": 'start: "a"'}, "ebnf", 'start: "a"'),
     ({"structured_outputs": {"structural_tag": "{}", "disable_fallback": False}}, "structural_tag", "{}"),
 ]
 WRONG = [
@@ -275,6 +276,7 @@ WRONG = [
     ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
     ({"structured_outputs": {"regex": "a", "disable_any_whitespace": 1}}, "structured_outputs.disable_any_whitespace"),
     ({"structured_outputs": "a"}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "a"}, "guided_grammar": "b"}, "structured_outputs"),
     ({"guided_regex": "bad"}, "guided_regex"),
     ({"structured_outputs": {"regex": "bad"}}, "structured_outputs.regex"),
 ]

@@ -124,17 +124,11 @@ async def test_responses_in_every_way_that_the_client_has(cluster, client) -> No
     await responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         await responses.retrieve(first.id)
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.NotFoundError):
         await responses.create(**MODEL, input="hi", conversation="conv_1")
 
 
 UNSERVED = {
-    "batches": lambda client: client.batches.list(),
-    "a batch": lambda client: client.batches.create(
-        completion_window="24h", endpoint="/v1/responses", input_file_id="file-1"
-    ),
-    "files": lambda client: client.files.list(),
-    "a file": lambda client: client.files.create(file=b"x", purpose="batch"),
     "uploads": lambda client: client.uploads.create(bytes=1, filename="x", mime_type="text/plain", purpose="batch"),
     "vector stores": lambda client: client.vector_stores.list(),
     "containers": lambda client: client.containers.list(),
@@ -146,7 +140,6 @@ UNSERVED = {
     "moderations": lambda client: client.moderations.create(input="x"),
     "fine-tuning": lambda client: client.fine_tuning.jobs.list(),
     "evals": lambda client: client.evals.list(),
-    "conversations": lambda client: client.conversations.create(),
     "assistants": lambda client: client.beta.assistants.list(),
     "threads": lambda client: client.beta.threads.create(),
     "a kept chat": lambda client: client.chat.completions.retrieve("x"),

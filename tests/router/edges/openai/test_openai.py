@@ -187,8 +187,8 @@ async def test_a_base_url_may_lack_v1(cluster) -> None:
     assert (await client.embeddings.create(model="fake", input="hi")).data
     streamed = await client.chat.completions.create(model="fake", messages=HI, stream=True)
     assert [chunk async for chunk in streamed]
-    with pytest.raises(openai.NotFoundError, match="there is no /files: files are not kept here"):
-        await client.files.list()
+    with pytest.raises(openai.NotFoundError, match="there is no /uploads: nothing is kept here of that kind"):
+        await client.uploads.create(bytes=1, filename="x", mime_type="text/plain", purpose="batch")
     answer = await cluster.http.get("/chat/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
@@ -197,7 +197,7 @@ async def test_a_path_that_is_nearly_right_is_told_the_right_one(cluster) -> Non
     for path, told in (
         ("/v1/v1/chat/completions", "there is no /v1/v1/chat/completions; there is /v1/chat/completions"),
         ("/v1/tokenize", "there is no /v1/tokenize; there is /tokenize"),
-        ("/chat", "there is no /chat"),
+        ("/chat", "there is no /chat; /openapi.json lists what there is"),
     ):
         response = await cluster.http.post(path, json={})
         assert (response.status_code, response.json()["error"]["message"]) == (404, told)

@@ -66,7 +66,32 @@ WRONG = [
     (CHAT, {"messages": [*HI, {"role": "system", "content": "late"}]}, "messages[1].role"),
     (
         CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].image_url",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
+        "messages[0].content[0].video_url",
+    ),
+    (
+        "/v1/embeddings",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+        "messages[0].content[0]",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "system", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
 ]

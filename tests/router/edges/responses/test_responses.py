@@ -171,7 +171,7 @@ async def test_a_response_is_its_tenants_alone(make_cluster, tmp_path) -> None:
 
 
 async def test_none_is_kept_where_the_router_is_told_so(make_cluster) -> None:
-    async with make_cluster(1, stored_responses=0) as cluster:
+    async with make_cluster(1, store="memory,responses=0") as cluster:
         answer = await cluster.openai.responses.create(model="fake", input="hi")
         assert answer.store is False
         with pytest.raises(openai.NotFoundError):
@@ -225,7 +225,9 @@ WRONG = [
     ({"input": 5}, "input"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+    ({"input": [{"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"role": "user", "content": "a"}, {"role": "system", "content": "late"}]}, "input[1].role"),
     ({"input": [{"type": "item_reference"}]}, "input[0].id"),
@@ -253,6 +255,7 @@ WRONG = [
     ({"stream": True, "stream_options": {"include_obfuscation": 1}}, "stream_options.include_obfuscation"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
     ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {"a": "b" * 513}}, "metadata"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
     ({"inputs": "x"}, "inputs"),
     *(({name: "wanted"}, name) for name in NEUTRAL),

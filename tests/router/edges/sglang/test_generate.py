@@ -109,6 +109,35 @@ async def test_a_stream_tells_the_text_so_far(cluster) -> None:
     assert (told[-1]["text"], told[-1]["meta_info"]["finish_reason"]["type"]) == ("hello you", "stop")
 
 
+async def test_a_streams_events_tell_of_their_own_tokens_and_how_many_there_are_so_far(cluster) -> None:
+    for worker in cluster.workers:
+        worker.script.delay = 0.002
+    asked = {"text": "hello you", "stream": True, "return_logprob": True, "top_logprobs_num": 2}
+    answer = await cluster.http.post(GENERATE, json=asked | {"return_text_in_logprobs": True})
+    *lines, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    events = [json.loads(line) for line in lines]
+    assert done == "[DONE]"
+    assert len(events) > 2
+    before = 0
+    for event in events:
+        info = event["meta_info"]
+        tokens = info["output_token_logprobs"]
+        assert info["output_token_logprobs_length"] == before + len(tokens) == info["completion_tokens"]
+        assert [item[1] for item in tokens] == event["output_ids"][before:]
+        assert len(info["output_top_logprobs"]) == len(tokens)
+        before += len(tokens)
+    whole = (await cluster.http.post(GENERATE, json=asked | {"stream": False, "return_text_in_logprobs": True})).json()
+    told = [item for event in events for item in event["meta_info"]["output_token_logprobs"]]
+    assert told == whole["meta_info"]["output_token_logprobs"]
+    assert all(item[2] for item in told[:-1])
+
+
+async def test_joining_keys_and_values_is_refused_with_what_to_do_instead(cluster) -> None:
+    answer = await cluster.http.post("/concate_and_append_request", json={"src_rids": ["a"], "dst_rid": "b"})
+    assert answer.status_code == 501
+    assert "enable_parallel_encoding" in answer.json()["error"]["message"]
+
+
 async def test_settings_reach_the_worker_and_grammars_the_tokenizer(cluster) -> None:
     settings = {
         "temperature": 0.5, "top_k": -1, "min_new_tokens": 2, "max_new_tokens": 9, "sampling_seed": 5, "ignore_eos": True,
@@ -145,7 +174,7 @@ WRONG = [
     ({"text": "a", "sampling_params": {"max_new_tokens": False}}, "sampling_params.max_new_tokens"),
     ({"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
     ({"text": "a", "return_logprob": "yes"}, "return_logprob"),
-    ({"text": "a", "return_logprob": True, "stream": True}, "return_logprob"),
+    ({"text": "a", "return_logprob": True, "stream": True, "logprob_start_len": 0}, "logprob_start_len"),
     ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
     ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
     ({"text": "a", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": -1}, "top_logprobs_num"),
@@ -216,7 +245,7 @@ async def test_where_operators_have_a_port_of_their_own_no_client_flushes(make_c
     path.write_text(f"alice {hash_key(key)}\n")
     async with make_cluster(1, api_keys=path) as cluster:
         headers = {"authorization": f"Bearer {key}"}
-        assert (await cluster.http.post("/flush_cache", headers=headers)).status_code == 404
+        assert (await cluster.http.post("/flush_cache", headers=headers)).status_code == 403
         assert (await cluster.http.post(GENERATE, json={"text": "a"})).status_code == 401
 
 
@@ -251,3 +280,14 @@ async def test_details_of_log_probabilities_that_nobody_wants_say_nothing(cluste
         assert answer.status_code == 200, answer.text
         assert "logprobs" not in answer.text
     assert not any(call.request.sampling.HasField("logprobs") for call in cluster.calls())
+
+
+async def test_token_healing_with_a_grammar_and_a_stop_regex_are_refused_by_their_full_names(cluster) -> None:
+    for settings, name in (
+        ({"token_healing": True, "regex": "a"}, "sampling_params.token_healing"),
+        ({"token_healing": True, "ignore_eos": True}, "sampling_params.token_healing"),
+        ({"token_healing": "yes"}, "sampling_params.token_healing"),
+        ({"stop_regex": "(a+)+b"}, "sampling_params.stop_regex"),
+    ):
+        answer = await cluster.http.post(GENERATE, json={"text": "abc", "sampling_params": settings})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text

@@ -171,6 +171,25 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             await self.send("Input.dispatchMouseEvent", type=kind, **at, button="left", clickCount=1)
 
+    async def press_button(self, within: str, name: str) -> None:
+        """Presses the button of that name in the first such element, as soon as it is there."""
+        found = f"[...(document.querySelector({json.dumps(within)})?.querySelectorAll('button') ?? [])]"
+        found += f".find((e) => e.textContent === {json.dumps(name)} && e.checkVisibility())"
+        await self.until(found)
+        await self.evaluate(f"{found}.click()")
+
+    async def phone(self) -> None:
+        """From now on the screen is a phone's."""
+        size = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+        await self.send("Emulation.setDeviceMetricsOverride", **size)
+
+    async def dark(self) -> None:
+        """From now on the reader likes dark pages."""
+        await self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+
+    async def reload(self) -> None:
+        await self.send("Page.reload")
+
     async def write(self, selector: str, text: str) -> None:
         """Replaces a field's text as a keyboard would."""
         await self.until(f"document.querySelector({json.dumps(selector)})?.checkVisibility()")

@@ -80,12 +80,11 @@ async def test_a_chat_streams_and_no_text_of_it_is_markup(make_cluster, browser,
         for told in ("prompt tokens", "s to the first", "tokens/s", f"{len(ANSWER.encode()) + 1} tokens"):
             assert told in stats
         await shoot(page, "chat-light")
-        await page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        await page.dark()
         await shoot(page, "chat-dark")
-        size = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-        await page.send("Emulation.setDeviceMetricsOverride", **size)
+        await page.phone()
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        await page.send("Page.reload")
+        await page.reload()
         await page.shows(".turn.assistant .text", "deeper")  # the tab keeps the conversation,
         await shoot(page, "chat-phone")
         assert await page.evaluate("document.querySelector('#temperature').value") == "0.5"
@@ -94,6 +93,192 @@ async def test_a_chat_streams_and_no_text_of_it_is_markup(make_cluster, browser,
         roles = [message.role for message in cluster.tokenizer.chats[1].messages]
         assert roles == ["system", "user", "assistant", "user"]  # which continues
         assert page.complaints() == []
+
+
+RICH = r"""| city | people |
+|---|---:|
+| Oslo | 717 710 |
+| **Bergen** | 291 940 |
+
+$$\frac{-b \pm \sqrt{b^2 - 4ac}}{2a}$$
+
+The sum \(\sum_{i=1}^n x_i\) costs $5 and $6, not $x^2$;
+\[ \begin{pmatrix} a & b \\ c & d \end{pmatrix} \] is a matrix, and $\unknown{x}$ is not known.
+
+```python
+def f(x):  # a comment
+    return "text" + str(42)
+```
+"""
+
+
+async def test_tables_formulas_and_code_are_drawn(make_cluster, browser, shoot) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        says(cluster, RICH)
+        await ask(page, "show me")
+        await page.shows(".turn.assistant .actions", "Retry")
+        text = ".turn.assistant .text"
+        assert await page.text(f"{text} td.end") == "717 710"
+        assert await page.text(f"{text} td strong") == "Bergen"
+        for drawn in ("mfrac", "msqrt", "munderover, .text msubsup", "mtable", "msup", ".code-comment", ".code-string"):
+            assert await page.evaluate(f"Boolean(document.querySelector('{text} {drawn}'))"), drawn
+        assert await page.evaluate(f"document.querySelectorAll('{text} math').length") == 4
+        shown = await page.text(text)
+        assert "costs $5 and $6, not" in shown
+        assert r"$\unknown{x}$" in shown
+        assert await page.text(f"{text} .code-word") == "def"
+        assert await page.text(f"{text} pre") == 'def f(x):  # a comment\n    return "text" + str(42)'
+        await page.evaluate("document.querySelector('.turn.assistant').scrollIntoView()")
+        await shoot(page, "rich")
+        assert page.complaints() == []
+
+
+async def test_an_edited_question_and_another_answer_are_branches_that_survive_a_reload(
+    make_cluster, browser, shoot
+) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        for number, answer in enumerate(("one answer", "another answer")):
+            says(cluster, answer)
+            if number:
+                await page.press_button(".turn.assistant", "Retry")
+            else:
+                await ask(page, "a question")
+            await page.shows(".turn.assistant .text", answer)
+            await page.shows(".turn.assistant .actions", "Retry")
+        assert await page.evaluate("document.querySelectorAll('.turn').length") == 2
+        await page.shows(".turn.assistant .switch", "2 of 2")
+        await page.press_button(".turn.assistant", "Side by side")
+        await page.until("document.querySelectorAll('.branches .turn').length === 2")
+        await page.shows(".branches .turn:first-child .text", "one answer")
+        await page.press_button(".branches .turn:first-child", "Continue with this")
+        await page.shows(".turn.assistant .switch", "1 of 2")
+        says(cluster, "a third")
+        await page.press_button(".turn.user", "Edit")
+        await page.write(".edit textarea", "a better question")
+        await page.click(".edit [type=submit]")
+        await page.shows(".turn.assistant .text", "a third")
+        await page.shows(".turn.assistant .actions", "Retry")
+        assert [message.content for message in cluster.tokenizer.chats[-1].messages] == ["a better question"]
+        await page.shows(".turn.user .switch", "2 of 2")
+        await page.reload()
+        await page.shows(".turn.assistant .text", "a third")
+        await page.click(".turn.user .switch button")
+        await page.shows(".turn.user .text", "a question")
+        await page.shows(".turn.assistant .switch", "2 of 2")  # of a branch, its latest end
+        await page.click("#clear")
+        await page.hides(".turn")
+        await page.click("#conversations .title")
+        await page.shows(".turn.user .text", "a question")
+        await page.evaluate(
+            "HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href] }"
+        )
+        await page.click("#export")
+        await page.until("window.saved")
+        kept = json.loads(await page.evaluate("fetch(window.saved[1]).then((r) => r.text()).catch(() => '')") or "null")
+        assert (
+            kept is None or len(kept["conversations"][0]["turns"]) == 5
+        )  # the page's policy may forbid to read it back
+        await page.click("#conversations li button:last-child")
+        await page.hides(".turn")
+        await page.hides("#conversations li")
+        assert [told for told in page.complaints() if "blob:" not in told] == []
+
+
+async def test_two_models_answer_side_by_side(make_cluster, browser, shoot) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        says(cluster, "well")
+        await page.shows("#model", "fake")
+        await page.evaluate(
+            "(e => { e.value = 'fake'; e.dispatchEvent(new Event('input', {bubbles: true})) })"
+            "(document.getElementById('other-model'))"
+        )
+        await ask(page, "both of you")
+        await page.until("document.querySelectorAll('.branches .turn .actions:not([hidden])').length === 2")
+        assert len(cluster.calls()) == 2
+        await shoot(page, "side-by-side")
+        await page.press_button(".branches .turn:last-child", "Continue with this")
+        await page.shows(".turn.assistant .switch", "2 of 2")
+        await page.hides(".branches")
+        assert page.complaints() == []
+
+
+async def test_pictures_and_texts_are_dropped_and_sent(make_cluster, browser, wait_until, shoot) -> None:
+    drop = """(async () => {
+      const canvas = Object.assign(document.createElement("canvas"), {width: 40, height: 30});
+      canvas.getContext("2d").fillRect(0, 0, 20, 30);
+      const picture = await new Promise((done) => canvas.toBlob(done));
+      const carried = new DataTransfer();
+      carried.items.add(new File([picture], "half.png", {type: "image/png"}));
+      carried.items.add(new File(["a `` b"], "notes.txt", {type: "text/plain"}));
+      carried.items.add(new File([new Uint8Array([255, 0, 1])], "some.bin"));
+      const dropped = new DragEvent("drop", {dataTransfer: carried, bubbles: true, cancelable: true});
+      document.getElementById("text").dispatchEvent(dropped);
+    })()"""
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        await page.evaluate(drop)
+        await page.shows("#attached .file", "notes.txt")
+        await page.shows("#attach-error", "some.bin is neither a text in UTF-8 nor a picture")
+        await page.until("document.querySelector('#attached img')?.naturalWidth === 40")  # the policy lets it be shown
+        await shoot(page, "attached")
+        await page.evaluate(
+            "window.sent = []; const f = fetch;"
+            "window.fetch = (...a) => (a[1]?.body && window.sent.push(JSON.parse(a[1].body)), f(...a))"
+        )
+        says(cluster, "seen")
+        await ask(page, "What is it?")
+        await page.until("window.sent.length")
+        (message,) = (await page.evaluate("window.sent"))[0]["messages"]
+        picture, text = message["content"]
+        assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+        assert text["text"] == "File notes.txt:\n```\na `` b\n```\n\nWhat is it?"
+        await page.hides("#attached")
+        await page.shows(".turn.user .file", "notes.txt")
+        await page.until("document.querySelector('.turn.user img').naturalWidth === 40")
+
+
+async def test_an_answers_tokens_are_shown_with_what_was_likely_instead(make_cluster, browser, shoot) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        says(cluster, "abc")
+        await page.click("#logprobs")
+        await ask(page, "spell")
+        await page.shows(".turn.assistant .actions", "Tokens")
+        assert cluster.calls()[0].request.sampling.logprobs == 5
+        await page.press_button(".turn.assistant", "Tokens")
+        await page.until("document.querySelectorAll('.tokens .token').length >= 3")
+        await page.evaluate("document.querySelector('.tokens').focus()")
+        await page.press("ArrowRight", 39)
+        await page.shows("#token-tip .chosen", "a")
+        assert await page.evaluate("document.querySelectorAll('#token-tip tr').length") == 5
+        await shoot(page, "tokens")
+        await page.press_button(".turn.assistant", "Tokens")
+        await page.shows(".turn.assistant .text", "abc")
+        await page.hides("#token-tip")
+        assert page.complaints() == []
+
+
+async def test_sampling_settings_are_sent_and_errors_open_them(make_cluster, browser) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        says(cluster, "well")
+        given = {"top_p": "0.9", "top_k": "40", "min_p": "0.05", "repetition_penalty": "1.1", "stop-texts": "END\nSTOP"}
+        await page.click("#sampling summary")
+        for name, value in given.items():
+            await page.write(f"#{name}", value)
+        await ask(page, "so")
+        await page.shows(".turn.assistant .actions", "Retry")
+        sampling = cluster.calls()[0].request.sampling
+        assert (sampling.top_p, sampling.top_k) == (pytest.approx(0.9), 40)
+        assert (sampling.min_p, sampling.repetition_penalty) == (pytest.approx(0.05), pytest.approx(1.1))
+        await page.click("#sampling summary")
+        await page.evaluate("document.getElementById('top_p').value = '7'")
+        await page.press_button(".turn.assistant", "Retry")
+        await page.shows(".turn.assistant .error", "top_p")
+        await page.until("document.getElementById('sampling').open")
 
 
 async def test_what_a_model_repeats_without_end_does_not_keep_the_browser(make_cluster, browser) -> None:
@@ -236,8 +421,7 @@ async def test_the_fleet_is_live_and_rests_in_a_hidden_tab(make_cluster, browser
         for _ in range(5):
             next(worker for worker in cluster.router.registry.all() if worker.address == alive.address).breaker.fault()
         await page.shows("tr.up .broken", "open")
-        size = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-        await page.send("Emulation.setDeviceMetricsOverride", **size)
+        await page.phone()
         await shoot(page, "fleet-phone")
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         await page.send("Emulation.clearDeviceMetricsOverride")
@@ -262,6 +446,75 @@ async def test_the_fleet_is_live_and_rests_in_a_hidden_tab(make_cluster, browser
             assert await page.evaluate("document.getElementById('fleet').classList.contains('old')") == offline
 
 
+async def test_the_last_hour_is_drawn_with_what_happened(make_cluster, browser, wait_until, shoot) -> None:
+    async with make_cluster(2) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/#fleet")
+        history = cluster.router._history
+        for prompt in ("a first one", "a second one", "a third"):
+            await cluster.generate(prompt * 3)
+            history.sample()
+        out = cluster.router.registry.all()[1]
+        cluster.router.registry.set_draining(out, True)
+        history.sample()
+        await page.shows(".charts figcaption", "First token, ms")
+        await page.shows(".events .draining", f"{out.address} drains")
+        await page.shows(".events .up", "is up")
+        charts = "[...document.querySelectorAll('.charts figure')].map((e) => e.innerText)"
+        titles = " ".join(await page.evaluate(charts))
+        for shown in (
+            "A token, ms",
+            "Waiting",
+            "Tokens a second",
+            "Prompt tokens cached",
+            "Device's cache in use",
+            "tier",
+        ):
+            assert shown in titles
+        assert await page.evaluate("document.querySelectorAll('.charts .tick.draining title').length") > 0
+        drawn = "document.querySelector('.charts .line.together').getAttribute('d').includes('L')"
+        await page.until(drawn)
+        await page.evaluate("document.querySelector('.charts').scrollIntoView()")
+        await shoot(page, "history")
+        assert page.complaints() == []
+
+
+async def test_the_cache_is_drawn_as_a_tree_of_prefixes(make_cluster, browser, shoot) -> None:
+    async with make_cluster(2) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/#cache")
+        await page.shows("#cache", "No prompt has a whole page yet")
+        for end in ("one way to go on", "another way", "another world", "yet a third way that is longer"):
+            await cluster.generate("You are a helpful assistant. " + end)
+        await page.until("document.querySelectorAll('.node').length >= 4")
+        first = await page.evaluate("document.querySelector('.node').title")
+        assert "after 0 tokens; in 4 of the latest prompts; held by" in first
+        rows = "[...document.querySelectorAll('.node')].map((e) => e.style.gridRow)"
+        assert len(set(await page.evaluate(rows))) >= 4
+        await shoot(page, "cache")
+        await page.phone()
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        await shoot(page, "cache-phone")
+        assert page.complaints() == []
+
+
+async def test_a_requests_time_is_drawn_over_the_services(make_cluster, browser, shoot) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/#trace")
+        await page.shows("#trace", "No request has ended yet")
+        cluster.workers[0].script.delay = 0.02
+        await cluster.generate("something to say", metadata=(("x-request-id", "seen-in-the-page"),))
+        await page.shows("#trace h2", "seen-in-the-page")
+        for service, stage in (("tokenizer", "prepare"), ("worker", "first token"), ("router", "select")):
+            await page.shows(f".bars tr:has(.{service})", stage)
+        await page.shows(".bars", cluster.workers[0].address)
+        widths = await page.evaluate("[...document.querySelectorAll('.bar-of')].map((e) => parseFloat(e.style.width))")
+        assert all(0 < width <= 100 for width in widths)
+        await shoot(page, "trace")
+        await page.phone()
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        await shoot(page, "trace-phone")
+        assert page.complaints() == []
+
+
 async def test_a_route_is_explained_worker_by_worker(make_cluster, browser, shoot) -> None:
     async with make_cluster(2, shadow_policies=("round_robin",)) as cluster:
         page = await browser.open(f"{cluster.url}/ui/")
@@ -278,6 +531,11 @@ async def test_a_route_is_explained_worker_by_worker(make_cluster, browser, shoo
         await page.shows("tr.chosen", "chosen: ")
         await page.shows("tr.excluded", out.address)
         await page.shows("#route ul", "round_robin would choose")
+        sums = "[...document.querySelectorAll('.sums tbody tr')].map("
+        sums += "(row) => [...row.querySelectorAll('strong')].map((e) => e.innerText))"
+        for parts in await page.evaluate(sums):
+            *each, whole = (float(text.replace(",", "")) for text in parts)
+            assert sum(each) == pytest.approx(whole, abs=1)
         assert out.address not in await page.text("tr.chosen")
         await shoot(page, "route")
         assert len(cluster.calls()) == 1
@@ -313,7 +571,7 @@ async def test_a_key_is_asked_for_and_nothing_is_shown_without_one(make_cluster,
         says(cluster, "hello alice")
         await ask(page, "hello")
         await page.shows(".turn.assistant .text", "hello alice")
-        await page.send("Page.reload")
+        await page.reload()
         await page.shows(".turn.assistant .text", "hello alice")  # this tab has the key,
         other = await browser.open(f"{cluster.url}/ui/")
         await other.shows("#key-form", "An API key, please")  # another has not
@@ -358,7 +616,7 @@ async def test_all_of_it_can_be_reached_with_the_keyboard_and_has_a_name(make_cl
             "schema",
         ):
             assert reached in seen
-        for view in ("chat", "fleet", "route"):
+        for view in ("chat", "fleet", "route", "cache", "trace"):
             await page.evaluate(f"location.hash = '{view}'")
             await page.until(f"document.getElementById('{view}-view').checkVisibility()")
             tree = await page.send("Accessibility.getFullAXTree")

@@ -168,6 +168,7 @@ async def test_with_keys_nothing_is_told_without_one_and_a_clients_key_shows_mod
             assert answer.json() == {
                 "models": [{"id": "fake", "context_length": 100_000, "workers": 1, "hint": ""}],
                 "router": None,
+                "loras": [],
             }
         assert (await cluster.http.post("/ui/route", json=CHAT, headers=sent["alice"])).status_code == 405  # not there
         call = cluster.stub.ListWorkers(
@@ -195,6 +196,48 @@ async def test_with_keys_and_a_status_page_each_tenant_sees_workers_and_nothing_
         assert told["alice"] > 0 == told["bob"]  # what alice asked is cached for her alone, and bob is not told of it
         statuses = [(await cluster.http.post("/ui/route", json=CHAT, headers=sent["carol"])).status_code for _ in "12"]
         assert statuses == [200, 429]  # it is tokenized, so it takes from the key's rate
+
+
+async def test_each_tenant_sees_the_times_of_its_own_requests_and_nobody_the_tree_of_all(make_cluster, keys) -> None:
+    path, sent = keys
+    async with make_cluster(1, api_keys=path, status_page="on") as cluster:
+        for page in ("/ui/traces", "/ui/history", "/ui/cache"):
+            assert (await cluster.http.get(page)).status_code == 401
+        body = {**CHAT, "max_tokens": 5}
+        await cluster.http.post("/v1/chat/completions", json=body, headers={**sent["alice"], "x-request-id": "hers"})
+        seen = {}
+        for name in ("alice", "bob"):
+            seen[name] = (await cluster.http.get("/ui/traces", headers=sent[name])).json()["requests"]
+        assert [each["request_id"] for each in seen["alice"]] == ["hers"]
+        assert seen["bob"] == []
+        (hers,) = seen["alice"]
+        assert (hers["tenant"], hers["status"], hers["worker"]) == ("", "OK", cluster.workers[0].address)
+        stages = [stage["name"] for stage in hers["stages"]]
+        assert stages == ["prepare", "queue", "select", "acquire", "build", "dispatch", "execute"]
+        refused = await cluster.http.get("/ui/cache", headers=sent["alice"])
+        assert (refused.status_code, "--api-keys" in refused.json()["error"]["message"]) == (501, True)
+        history = (await cluster.http.get("/ui/history", headers=sent["bob"])).json()
+        assert [event["kind"] for event in history["events"]] == ["up"]
+
+
+async def test_history_refuses_what_is_no_number_and_names_it(cluster) -> None:
+    for wrong in ("x", "-1", "1" * 16, "٣"):
+        answer = await cluster.http.get("/ui/history", params={"after": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
+
+
+async def test_the_tree_names_the_workers_that_hold_a_prefix_and_none_of_its_text(cluster) -> None:
+    for end in ("one", "two"):
+        await cluster.generate("a long enough beginning, and then " + end)
+    answer = await cluster.http.get("/ui/cache")
+    shown = answer.json()
+    first = shown["tree"][0]
+    assert (first["parent"], first["heat"], first["held"][0][0] in {w.address for w in cluster.workers}) == (
+        -1,
+        2,
+        True,
+    )
+    assert "beginning" not in answer.text
 
 
 @pytest.mark.parametrize("settings", [{"admin_port": 0}, {"metrics_port": 0}, {"status_page": "off"}])

@@ -66,7 +66,7 @@ async def test_large_requests_take_a_loop_turn_a_piece_and_memory_one_at_a_time(
     assert len(served) >= 3  # one has its turn, two wait; others are told to come again
     assert {answer.status_code for answer in found} <= {200, 429}
     assert all(answer.json() == {"prompt": f"<{BOS}>{text}"} for answer in served)
-    assert len(turns) >= len(served) * LARGE // (MANY // 4)
+    assert len(turns) >= len(served) * (LARGE // (MANY // 4) - 1)
 
 
 async def test_a_conversation_is_rendered_as_a_chat_would_be(cluster) -> None:

@@ -175,6 +175,15 @@ async def test_the_port_may_be_a_number(api_server: ApiServer, wait_until) -> No
     following.cancel()
 
 
+async def test_http_workers_behind_a_service_are_named_as_urls(api_server: ApiServer, wait_until) -> None:
+    api_server.put(endpoint_slice("a", "10.0.0.1"))
+    named: list[frozenset[str]] = []
+    service = parse_service("http://prod/worker:9161")
+    following = asyncio.create_task(follow_endpoint_slices(client_of(api_server), service, named.append))
+    await wait_until(lambda: named == [frozenset({"http://10.0.0.1:9161"})])
+    following.cancel()
+
+
 async def test_while_the_api_server_does_not_answer_something_else_stands_in(api_server: ApiServer, wait_until) -> None:
     api = client_of(api_server)
     named: list[frozenset[str]] = []

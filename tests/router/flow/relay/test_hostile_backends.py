@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -10,6 +11,8 @@ import httpx
 import openai
 import pytest
 
+from sapwood_common.tenants.api_keys import hash_key
+from sapwood_router.flow.relay import progress
 from sapwood_router.transport.backend import client as backend_client
 from sapwood_testing.router.hostile_backend import (
     Answer,
@@ -343,3 +346,111 @@ async def test_several_models_want_one_to_be_named(hostile: HostileBackend, make
         await wait_until(lambda: "two" in front.router.registry.models())
         with pytest.raises(openai.NotFoundError):
             await front.openai.completions.create(model="one", prompt="x")
+
+
+def endless(*chunks: Any) -> Answer:
+    """Streams the chunks again and again until nobody reads."""
+
+    async def answer(request: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(HTTP_OK + b"content-type: text/event-stream\r\n\r\n")
+        sent = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+        while not request.closed.is_set():
+            writer.write(sent)
+            await writer.drain()
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [chat_chunk(role="assistant"), {"choices": []}, {"choices": [], "filler": "x" * 100_000}],
+    ids=["openings", "nothing", "large ones"],
+)
+async def test_a_backend_that_never_says_anything_is_given_up(
+    hostile: HostileBackend, make_front: Any, chunk: Any
+) -> None:
+    hostile.answer = endless(chunk)
+    async with make_front(hostile.url) as front:
+        answer = await front.http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        assert (answer.status_code, "says nothing" in answer.text) == (500, True), answer.text
+        assert ended(front) == {"INTERNAL": 1}
+
+
+async def test_the_text_that_another_backend_could_continue_is_bounded(
+    hostile: HostileBackend, make_front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    take = progress.Progress.take
+
+    def counted(self: progress.Progress, chunk: Any) -> Any:
+        found = take(self, chunk)
+        kept.append(len(self.text))
+        return found
+
+    monkeypatch.setattr(progress.Progress, "take", counted)
+    monkeypatch.setattr(progress, "_MOST_TEXT", 10_000)
+    hostile.answer = endless(chat_chunk(content="x" * 1000))
+    async with make_front(hostile.url) as front:
+        read = 0
+        async with front.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+            async for piece in answer.aiter_bytes():
+                read += len(piece)
+                if read > 100_000:
+                    break
+        await front.idle()
+        assert max(kept) <= 10_000 and kept[-1] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [10**9, 10**30, 10**400, -5, True, 1.5, "7"], ids=lambda value: str(value)[:5])
+async def test_counts_that_cannot_be_are_no_usage(
+    hostile: HostileBackend, make_cluster: Any, tmp_path: Any, stream: bool, count: Any
+) -> None:
+    usage = {
+        "prompt_tokens": count,
+        "completion_tokens": count,
+        "total_tokens": count,
+        "prompt_tokens_details": {"cached_tokens": count},
+    }
+    choice = {"index": 0, "text": "well", "finish_reason": "stop"}
+    if stream:
+        hostile.answer = events({"choices": [choice]}, {"choices": [], "usage": usage}, done=True)
+    else:
+        hostile.answer = reply(200, {"choices": [choice], "usage": usage})
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice {hash_key('k')} tokens=100000\n")
+    headers = {"authorization": "Bearer k"}
+    async with make_cluster(workers=0, backends=(f"url={hostile.url}",), api_keys=keys) as front:
+        for _ in range(3):  # an overdrawn key would be refused
+            answer = await front.http.post("/v1/completions", json={**ASK, "stream": stream}, headers=headers)
+            assert (answer.status_code, "well" in answer.text) == (200, True), answer.text
+        assert ended(front) == {"OK": 3}
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "x-unknown"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_was_compressed_unasked_is_refused(
+    hostile: HostileBackend, make_front: Any, coding: str, stream: bool
+) -> None:
+    kind = "text/event-stream" if stream else "application/json"
+    content = gzip.compress(b'data: {"choices": []}\n\n' * 1000)
+    head = f"content-type: {kind}\r\ncontent-encoding: {coding}\r\ncontent-length: {len(content)}\r\n\r\n"
+    hostile.answer = raw(HTTP_OK + head.encode() + content)
+    async with make_front(hostile.url) as front:
+        status, error = await told(front, {**ASK, "stream": stream})
+        assert status == 500 and f"in {coding}" in error["message"], error
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 1_000_000, "a\nb", "a\x1b[31mb", "", "\u202eb", "a b\r\nx-evil: 1"], ids=lambda name: repr(name)[:12]
+)
+async def test_a_backend_whose_model_has_no_name_for_clients_is_down_and_says_why(
+    hostile: HostileBackend, make_cluster: Any, wait_until: Any, name: str
+) -> None:
+    hostile.models = reply(200, {"data": [{"id": name}]})
+    async with make_cluster(workers=1) as front:
+        front.router._fleet.register(hostile.url, None)
+        (found,) = [worker for worker in front.router.registry.all() if worker.address == hostile.url]
+        await wait_until(lambda: "name" in (found.problem or ""))
+        assert not found.available and len(found.problem) < 500, found.problem
+        assert list(front.router.registry.models()) == ["fake"]

@@ -67,22 +67,6 @@ def test_a_prefix_is_found_up_to_where_its_window_is_there_still() -> None:
     assert cache.windows[0].num_freed == 20
 
 
-def test_of_states_the_last_page_is_kept_and_prefixes_end_at_a_kept_state() -> None:
-    kept = KVComponent((0,), 2, 4, 8, "bfloat16"), KVComponent((1, 2), 1, 4, 96, "float32", needed="state")
-    layout = KVLayout(kept, PAGE)
-    assert layout.groups == ("all", "state")
-    assert layout.group_bytes(1) == 2 * 4 * 96 * 4, "one vector a head, however many tokens a page has"
-    table = PageTable(4, 64)
-    cache = PrefixCache(PageAllocator(64), table, PAGE, windows=(WindowGroup(layout.reach(1), num_pages=6),))
-    long = list(range(100, 165))
-    assert computed(cache, table, long) == 0
-    states = cache.windows[0]
-    assert states.num_used < len(long) // PAGE and states.num_freed > 0
-    assert computed(cache, table, [*long[:64], 1]) == 64, "the state behind what was computed last is there"
-    assert computed(cache, table, [*long[:32], 1, 2, 3]) == 0, "that in its middle is gone"
-    assert computed(cache, table, [*long[:32], 4, 5, 6]) == 32, "where others branch it is kept"
-
-
 @settings(max_examples=200, deadline=None)
 @given(lost=st.lists(st.booleans(), max_size=12), reach=st.integers(0, 20))
 def test_what_is_usable_is_the_longest_prefix_whose_last_tokens_are_there(lost: list[bool], reach: int) -> None:

@@ -33,7 +33,7 @@ MUTATIONS = [
     # Only what is computed may be shared.
     Mutation("core/scheduler/batch.py", "min(request.computed, known))", "known)"),
     # A page slides out of a window when no query sees it, not before.
-    Mutation("core/cache/pages.py", "max(0, position - self._reach)", "max(0, position + 1 - self._reach)"),
+    Mutation("core/cache/pages.py", "max(0, position - self.reach)", "max(0, position + 1 - self.reach)"),
     # A prefix can be used where all that its next query sees is there.
     Mutation("core/cache/pages.py", "(ends - self.tail, 0))", "(ends - self.tail + 1, 0))"),
     # What a row uses is not evicted.

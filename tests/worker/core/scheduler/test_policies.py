@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -138,6 +139,17 @@ def test_a_priority_pushes_out_for_pages_too_and_never_an_equal_one() -> None:
     assert driver.ended["low"] < driver.ended["equal"]
 
 
+def test_a_random_order_is_another_than_that_of_arrival_and_misses_nobody() -> None:
+    driver = Driver(policy="random", max_running=1)
+    names = [f"request {number}" for number in range(40)]
+    for number, name in enumerate(names):
+        driver.add(name, [number % VOCAB])
+    ended = driver.run()
+    assert sorted(ended) == sorted(names)
+    overtaken = sum(one > other for one, other in itertools.combinations([names.index(each) for each in ended], 2))
+    assert 0.3 < overtaken / (40 * 39 / 2) < 0.7
+
+
 def test_without_the_policy_priorities_do_not_count() -> None:
     driver = Driver(max_running=1)
     driver.add("first", [1])
@@ -145,7 +157,7 @@ def test_without_the_policy_priorities_do_not_count() -> None:
     assert driver.run() == ["first", "second"]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"])
 def test_a_tenant_with_many_requests_does_not_delay_another(policy: str) -> None:
     driver = Driver(policy=policy, max_running=2)
     for number in range(60):
@@ -210,7 +222,7 @@ def test_adversarial_arrivals_delay_a_request_only_until_it_starves(policy: str,
     assert starved_after <= waited <= starved_after + 4, "it waits until it starves and for the one that runs then"
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"])
 @pytest.mark.parametrize("owes", [False, True], ids=["even", "ahead of its share"])
 def test_ever_new_tenants_delay_a_request_only_until_it_starves(policy: str, owes: bool) -> None:
     driver = Driver(policy=policy, max_running=1, starved_after=50)

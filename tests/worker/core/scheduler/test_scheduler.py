@@ -1,3 +1,4 @@
+import itertools
 import random
 from array import array
 
@@ -11,6 +12,7 @@ from sapwood_testing.worker.fake_runner import FakeRunner, continuation
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import IllegalTransitionError, Request, RequestState
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.scheduler.waiting import WaitingQueue
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput
 
@@ -320,6 +322,33 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         driver.add("c", [1])
     assert full.value.retry_after is not None
     assert not driver.abort("c")
+
+
+def test_a_tenant_that_fills_the_queue_keeps_no_other_out_of_it() -> None:
+    queue, serials = WaitingQueue(32), itertools.count()
+
+    def request(tenant: str) -> Request:
+        return Request(next(serials), "r", [1], SamplingParams(), b"", tenant=tenant)
+
+    flood = [request("alice") for _ in range(32)]
+    for each in flood:
+        queue.add(each)
+    with pytest.raises(ResourceExhaustedError):
+        queue.add(request("alice"))
+    for tenant in ("bob", "carol"):
+        for _ in range(2):
+            queue.add(request(tenant))
+        with pytest.raises(ResourceExhaustedError):  # it has its part of what is beyond
+            queue.add(request(tenant))
+    for number in range(28):
+        queue.add(request(f"tenant {number}"))
+    with pytest.raises(ResourceExhaustedError):
+        queue.add(request("one more"))
+    for each in flood:
+        queue.remove(each, each.remaining)
+    assert queue.num_of("alice") == 0 and len(queue) == 32
+    queue.put_back(flood[0])
+    assert queue.num_of("alice") == 0, "it was let in before"
 
 
 def test_an_end_token_ends_a_request_unless_told_to_ignore_it() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,12 +25,16 @@ from sapwood_testing.drafts.chaining_runner import ChainingRunner
 from sapwood_testing.drafts.scripted_drafter import ScriptedDrafter
 from sapwood_testing.worker.checked_tree import CheckedTree
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep, continuation, pooled_prompt, random_windows
+from sapwood_worker.core.scheduler.batch import StepInFlight
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel
+from sapwood_worker.core.scheduler.speculation.speculation import Speculation
+from sapwood_worker.records.kv_layout import StateSlots
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, RequestOutput
+from sapwood_worker.records.step import ModelOutput
 
 VOCAB = 60
 END = 59
@@ -78,6 +82,7 @@ class Simulation:
             eviction=chance.choice(["lru", "lfu", "fifo", "slru"]),
             conservativeness=chance.choice([0.0, 0.0, 1.0]),
             windows=random_windows(random.Random(seed), page_size, num_pages) if seed % 3 else (),
+            states=StateSlots(random.Random(seed + 8).choice([0, 1, 3, 20])) if seed % 7 in (2, 3) else None,
             speculate=random.Random(seed + 1).choice(["off", "off", "prefix", "auto"]),
             micro_batches=random.Random(seed + 5).choice([2, 3, 4]) if seed % 4 < 2 else 1,
             micro_batches_from=random.Random(seed + 6).choice([1, 4]),
@@ -95,6 +100,7 @@ class Simulation:
             page_size=page_size,
             num_pages=num_pages,
             windows=self.config.windows,
+            states=self.config.states,
         )
         # Where requests are greedy, it drafts in chains, whose tokens are known late.
         self.temperature = float(random.Random(seed + 4).random() < 0.3)
@@ -106,12 +112,14 @@ class Simulation:
             vocab_size=VOCAB,
         )
         if random.Random(seed + 2).random() < 0.4:  # it agrees with the model
-            alone = msgspec.structs.replace(info, windows=())
+            alone = msgspec.structs.replace(info, windows=(), states=None)
             # Some compute nothing of the first position, as heads do, and are often wrong.
             first = int(random.Random(seed + 3).random() < 0.3)
             self.draft = ChainingRunner(alone)
             drafter = DraftModel(self.draft, self.limit - 3, max(self.config.max_running, 5), first=first)
         self.scheduler = Scheduler(self.config, clock=lambda: self.now, drafter=drafter)
+        if (speculation := self.scheduler._speculation) is not None:
+            speculation.took = self.counts_checked(speculation)  # type: ignore[method-assign]
         self.tree = CheckedTree(page_size, self.config.eviction) if seed % 2 else None
         if self.tree is not None:
             self.scheduler._cache._tree = self.scheduler._cache.pins._tree = self.tree
@@ -235,6 +243,19 @@ class Simulation:
         is_there = any(client.request.tenant == "z" for client in self.clients.values())
         return f"a{self.serial:09}" if is_there else "z"
 
+    def counts_checked(self, speculation: Speculation) -> Callable[[StepInFlight, ModelOutput, float], None]:
+        """What notes a step's drafts, and then checks how many tokens were counted as accepted: all but each one's last."""
+        note = speculation.took
+
+        def took(step: StepInFlight, output: ModelOutput, now: float) -> None:
+            before = speculation.accepted_tokens
+            note(step, output, now)
+            drafted = zip(step.decodes, step.drafts, output.token_ids, strict=False)
+            accepted = sum(len(tokens) - 1 for request, draft, tokens in drafted if draft and not request.over)
+            assert speculation.accepted_tokens - before == accepted
+
+        return took
+
     def bound(self, starved: Request) -> int:
         """The step by which a request that nothing its tenant's policy prefers may overtake any more has ended.
 
@@ -253,6 +274,10 @@ class Simulation:
                 for client in self.clients.values()
             )
             steps += turns * (self.config.starved_after + self.config.max_running * (self.limit + 2))
+        # All that run take turns where a step has fewer tokens than requests.
+        steps *= -(-self.config.max_running // self.config.max_step_tokens)
+        if self.config.states is not None:  # between a snapshot and the end of cached pages states are computed again
+            steps *= 2
         if self.overlap:  # what is in flight may be in the way of each step
             steps *= max(2, self.scheduler.depth)
         if self.config.policy == "priority":

@@ -299,6 +299,7 @@ def configurations() -> dict[str, str]:
 
     served = {name for family in families() for name in family.architectures}
     foreign = {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe", "gemma3", "llama4"}
+    foreign |= {"qwen3_5", "qwen3_5_moe"}  # wrappers
     return {
         kind: name for kind, name in NAMES.items() if isinstance(name, str) and name in served and kind not in foreign
     }
@@ -308,6 +309,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "glm4_moe": {"head_dim": 128},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention"]},
 }
 """What transformers' own defaults lack."""
 
@@ -488,8 +490,8 @@ def test_the_first_files_of_qwen2_vl_have_both_parts_settings_in_one(tmp_path: P
     ("outer", "message"),
     [
         (
-            {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {"model_type": "qwen3_5_text"}},
-            "qwen3_5_text, is not",
+            {"architectures": ["MllamaForConditionalGeneration"], "text_config": {"model_type": "mllama_text"}},
+            "mllama_text, is not",
         ),
         (
             {"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": {"model_type": "gemma"}},

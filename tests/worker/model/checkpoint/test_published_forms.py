@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_worker.model.checkpoint.bert_weights import load_bert
+from sapwood_worker.model.checkpoint.encoder_weights import load_encoder
 from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files
+from sapwood_worker.model.families.encoders.bert import BERT
 from sapwood_worker.model.loader import LoadedModel, load_model
 
 
@@ -155,7 +156,7 @@ INDEX = "model.safetensors.index.json"
         ({"weight_map": {"a": "../other/model.safetensors"}}, r"weight_map\.a is '\.\./other"),
         ({"weight_map": {"a": "/etc/x.safetensors"}}, r"weight_map\.a is '/etc"),
         ({"weight_map": {"a": "x/../../y.safetensors"}}, r"weight_map\.a"),
-        ({"weight_map": {"a": "model.bin"}}, r"weight_map\.a is 'model\.bin'"),
+        ({"weight_map": {"a": "model.onnx"}}, r"weight_map\.a is 'model\.onnx'"),
         ({"weight_map": {"a": ["x"]}}, r"weight_map\.a is \['x'\]"),
         ({"weight_map": {"a": None}}, r"weight_map\.a is None"),
         ({"weight_map": []}, "no weight_map"),
@@ -239,7 +240,7 @@ def test_a_bert_of_2019_in_shards_gives_what_it_gave(tmp_path) -> None:
         save_file(shard, tmp_path / name)
     places = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
-    model, _ = load_bert(tmp_path, torch.float32, torch.device("cpu"), dummy=False)
+    model, _ = load_encoder(tmp_path, BERT, torch.float32, torch.device("cpu"), dummy=False)
     tokens = torch.tensor([[1, 7, 9, 30, 2]])
     with torch.inference_mode():
         ours, theirs = model(tokens, torch.ones_like(tokens).bool()), oracle(tokens).last_hidden_state

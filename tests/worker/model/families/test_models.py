@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -161,28 +162,37 @@ def test_bfloat16_logits_are_near_float32(tiny_model, make_runner, make_driver):
     assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()
 
 
+def renamed(path, copy):
+    """A copy of a Helium whose files call it by a name that no family has."""
+    shutil.copytree(path, copy)
+    text = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(text.replace("HeliumForCausalLM", "KryptonForCausalLM"))
+    return copy
+
+
 def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driver, tmp_path):
     tiny = tiny_model("another")
+    path = renamed(tiny.path, tmp_path / "krypton")
     with pytest.raises(
         ConfigError,
-        match=r"HeliumForCausalLM is not supported; \d+ are, such as \w+ForCausalLM, .*: docs/models.md lists them",
+        match=r"KryptonForCausalLM is not supported; \d+ are, such as \w+ForCausalLM, .*: docs/models.md lists them",
     ):
-        make_runner(tiny.path)
+        make_runner(path)
     plugin(
         "sapwood.model_families",
-        "helium",
+        "krypton",
         """
         from sapwood_worker.model.families.family import ModelFamily
         from sapwood_worker.model.families.llama import LlamaDecoderLayer
 
         def from_hf(found):
             if found.values["hidden_act"] == "relu":
-                raise ValueError("relu is nothing for a Helium")
+                raise ValueError("relu is nothing for a Krypton")
             return found.interleaved().llama()
 
         FAMILY = ModelFamily(
-            name="helium",
-            architectures=("HeliumForCausalLM",),
+            name="krypton",
+            architectures=("KryptonForCausalLM",),
             layer=LlamaDecoderLayer,
             defaults={"tie_word_embeddings": False, "rope_theta": 100_000.0},
             from_hf=from_hf,
@@ -191,23 +201,24 @@ def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driv
         """,
         "FAMILY",
     )
-    driver = make_driver(make_runner(tiny.path))
+    driver = make_driver(make_runner(path))
     tokens = tokens_of(83)
     driver.add(5, tokens)
     assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
-    assert driver.runner.info.architecture == "helium"
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads((tiny.path / "config.json").read_text()) | {"hidden_act": "relu"}))
-    with pytest.raises(ConfigError, match=f"{config}: relu is nothing for a Helium"):
-        make_runner(tmp_path)
+    assert driver.runner.info.architecture == "krypton"
+    config = tmp_path / "other" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(json.loads((path / "config.json").read_text()) | {"hidden_act": "relu"}))
+    with pytest.raises(ConfigError, match=f"{config}: relu is nothing for a Krypton"):
+        make_runner(config.parent)
 
 
-def test_a_package_can_bring_a_layout_of_the_cache(plugin, tiny_model, make_runner, make_driver):
+def test_a_package_can_bring_a_layout_of_the_cache(plugin, tiny_model, make_runner, make_driver, tmp_path):
     """Here tokens outside heads, and layers with and without a window (of the whole context) in page tables of their own."""
     tiny = tiny_model("another")
     plugin(
         "sapwood.model_families",
-        "helium_apart",
+        "krypton_apart",
         """
         from dataclasses import replace
 
@@ -221,13 +232,13 @@ def test_a_package_can_bring_a_layout_of_the_cache(plugin, tiny_model, make_runn
             return KVLayout((kept, others), page_size, order="NHD")
 
         FAMILY = ModelFamily(
-            "helium_apart", ("HeliumForCausalLM",), LlamaDecoderLayer, {"tie_word_embeddings": False, "rope_theta": 100_000.0},
+            "krypton_apart", ("KryptonForCausalLM",), LlamaDecoderLayer, {"tie_word_embeddings": False, "rope_theta": 100_000.0},
             from_hf=lambda found: found.interleaved().llama(), from_gguf=None, kv_layout=layout,
         )
         """,
         "FAMILY",
     )
-    driver = make_driver(make_runner(tiny.path))
+    driver = make_driver(make_runner(renamed(tiny.path, tmp_path / "krypton")))
     tokens = tokens_of(83)
     driver.add(5, tokens)
     assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
@@ -239,10 +250,12 @@ def test_a_package_can_bring_a_layout_of_the_cache(plugin, tiny_model, make_runn
 
 
 @pytest.mark.parametrize("other", ["dim=2 * config.head_dim", "needed='state'"])
-def test_a_layout_that_attention_does_not_take_is_refused_by_the_model_s_name(other, plugin, tiny_model, make_runner):
+def test_a_layout_that_attention_does_not_take_is_refused_by_the_model_s_name(
+    other, plugin, tiny_model, make_runner, tmp_path
+):
     plugin(
         "sapwood.model_families",
-        "helium_uneven",
+        "krypton_uneven",
         f"""
         from dataclasses import replace
 
@@ -256,13 +269,12 @@ def test_a_layout_that_attention_does_not_take_is_refused_by_the_model_s_name(ot
             return KVLayout((kept, others), page_size)
 
         FAMILY = ModelFamily(
-            "helium_uneven", ("HeliumForCausalLM",), LlamaDecoderLayer, {{"tie_word_embeddings": False, "rope_theta": 100_000.0}},
+            "krypton_uneven", ("KryptonForCausalLM",), LlamaDecoderLayer,
+            {{"tie_word_embeddings": False, "rope_theta": 100_000.0}},
             from_hf=lambda found: found.interleaved().llama(), from_gguf=None, kv_layout=layout,
         )
         """,
         "FAMILY",
     )
-    with pytest.raises(
-        ConfigError, match="helium_uneven: attention takes no layers that keep states, or heads of several"
-    ):
-        make_runner(tiny_model("another").path)
+    with pytest.raises(ConfigError, match="krypton_uneven: attention takes no heads of several shapes"):
+        make_runner(renamed(tiny_model("another").path, tmp_path / "krypton"))

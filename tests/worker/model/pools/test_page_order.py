@@ -19,10 +19,6 @@ LAYOUTS = {
         KVComponent((0, 1, 4), 1, 1, 6, "float32", sharding="replicated"),
         KVComponent((2, 3), 2, 4, 4, "float8_e4m3fn"),
     ),
-    "states beside all tokens": (
-        KVComponent((0, 3), 2, 4, 4, "bfloat16"),
-        KVComponent((1, 2, 4), 1, 4, 24, "float32", needed="state"),
-    ),
 }
 SIZES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 3)]
 

@@ -118,7 +118,12 @@ def tiny_bert(tmp_path_factory) -> tuple[Path, Any]:
             "BertForQuestionAnswering",
             "BertForPreTraining",
         ),
-        *("LlamaForTokenClassification", "Qwen3ForTokenClassification", "RobertaModel", "SomethingForAnother"),
+        *(
+            "LlamaForTokenClassification",
+            "Qwen3ForTokenClassification",
+            "RobertaForTokenClassification",
+            "SomethingForAnother",
+        ),
     ],
 )
 def test_a_head_that_is_not_served_is_refused_by_name(tiny_bert, tmp_path: Path, architecture: str) -> None:
@@ -141,6 +146,29 @@ def test_an_encoders_embeddings_equal_transformers(tiny_bert, pooling: str, step
         with torch.inference_mode():
             hidden = oracle(torch.tensor([prompt])).last_hidden_state[0]
         np.testing.assert_allclose(vector, pooled(hidden, pooling), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Roberta", "XLMRoberta", "Camembert"])
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
+def test_embeddings_of_robertas_kind_equal_transformers(tmp_path: Path, name: str, head: str) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=3,
+        max_position_embeddings=64, type_vocab_size=1, attn_implementation="eager",
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}{head}")(config).eval()
+    model.save_pretrained(tmp_path)
+    oracle = model if head == "Model" else model.base_model
+    chance = random.Random(5)
+    prompts = [[chance.randrange(4, 90) for _ in range(length)] for length in (1, 60, 17, 30)]
+    runner = EncoderRunner(RunnerOptions(model_path=tmp_path, max_running=4, threads=1))
+    assert runner.info.context_length == 64 - 4
+    found, _ = embed(runner, prompts, ["cls"] * len(prompts), max_running=4, max_step_tokens=512)
+    for prompt, vector in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            hidden = oracle(torch.tensor([prompt])).last_hidden_state[0]
+        np.testing.assert_allclose(vector, pooled(hidden, "cls"), rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="session")
@@ -245,7 +273,7 @@ def test_what_sentence_transformers_files_say_is_read(tmp_path: Path) -> None:
     assert read_sentence_config(tmp_path, "mean", 512) == SentenceConfig("last", False, 512, (7,))
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 100}')
     assert read_sentence_config(tmp_path, "mean", 512).max_tokens == 100
-    for modules, pooling in ((["Transformer", "Pooling", "Dense"], {}), (whole, {"pooling_mode_max_tokens": True})):
+    for modules, pooling in ((["Transformer", "Pooling", "LSTM"], {}), (whole, {"pooling_mode_max_tokens": True})):
         write_modules(tmp_path, modules, pooling, None)
         with pytest.raises(ConfigError, match="not supported"):
             read_sentence_config(tmp_path, "mean", 512)

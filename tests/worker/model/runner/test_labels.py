@@ -56,7 +56,21 @@ def save_classifier(config: Any, path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma3TextConfig", "DeepseekV3Config"]
+    "name",
+    [
+        *("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma3TextConfig", "DeepseekV3Config"),
+        *(
+            "FalconConfig",
+            "GPT2Config",
+            "GPTBigCodeConfig",
+            "GPTNeoConfig",
+            "GPTNeoXConfig",
+            "GPTJConfig",
+            "OlmoConfig",
+        ),
+        *("OPTConfig", "PhiConfig"),
+        *("GptOssConfig", "HeliumConfig", "MixtralConfig", "Qwen2MoeConfig", "Qwen3MoeConfig", "SeedOssConfig"),
+    ],
 )
 @pytest.mark.parametrize("step_tokens", [7, 512])
 def test_a_decoders_logits_equal_transformers(tmp_path: Path, name: str, step_tokens: int) -> None:
@@ -66,8 +80,27 @@ def test_a_decoders_logits_equal_transformers(tmp_path: Path, name: str, step_to
         "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0,
     }  # fmt: skip
-    if name not in ("LlamaConfig", "DeepseekV3Config"):
+    if name in ("MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma3TextConfig", "GptOssConfig", "MixtralConfig"):
         shape["sliding_window"] = 16
+    if name in ("HeliumConfig", "OlmoConfig", "PhiConfig"):
+        shape["num_attention_heads"] = 3
+        shape["num_key_value_heads"] = 3
+    if name.startswith(("Falcon", "GPT", "OPT")):
+        shape["num_attention_heads"] = 3
+        for left in ("num_key_value_heads", "head_dim", "intermediate_size"):
+            del shape[left]
+    if name == "GPTJConfig":
+        shape["rotary_dim"] = 8
+    if name == "GPTNeoConfig":
+        shape["attention_types"] = [[["global", "local"], 1]]
+    if name == "OPTConfig":
+        shape |= {"ffn_dim": 80, "word_embed_proj_dim": 48}
+    if name.startswith("Qwen") and name.endswith("MoeConfig"):
+        shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if name == "Qwen2MoeConfig":
+        shape["shared_expert_intermediate_size"] = 40
+    if name == "GptOssConfig":
+        shape |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
     if name == "DeepseekV3Config":
         shape |= {
             "num_key_value_heads": 6,
@@ -135,6 +168,28 @@ def test_an_encoders_logits_equal_transformers_for_texts_and_for_pairs(tmp_path:
     for (ids, kinds), logits in zip(sequences, found, strict=True):
         with torch.inference_mode():
             expected = oracle(torch.tensor([ids]), token_type_ids=torch.tensor([kinds])).logits[0].numpy()
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cross_encoder_of_robertas_kind_gives_transformers_logits(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.XLMRobertaConfig(
+        vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, type_vocab_size=1, pad_token_id=1,
+    )  # fmt: skip
+    oracle = save_classifier(config, tmp_path)
+    runner = make_runner_of(WorkerConfig(model=str(tmp_path), device="cpu", max_running=4, threads=1))
+    assert runner.info.labels == Labels(tuple(NAMES.values()), "softmax")
+    chance = random.Random(8)
+    # A pair is "<s> a </s></s> b </s>".
+    pairs = [
+        [0, *chance.choices(range(4, 90), k=a), 2, 2, *chance.choices(range(4, 90), k=b), 2]
+        for a, b in ((3, 9), (20, 30))
+    ]
+    for ids, logits in zip(pairs, logits_of(runner, pairs, 512), strict=True):
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([ids])).logits[0].numpy()
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 

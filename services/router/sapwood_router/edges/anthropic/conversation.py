@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.anthropic.types import Block, CountRequest, Message, Tool
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.request.arguments import arguments_text
-from sapwood_router.request.context import ChatPrompt, ToolCall, ToolChoice, Turn
+from sapwood_router.request.context import ChatPrompt, PictureSource, ToolCall, ToolChoice, Turn, picture_file
 
 BETWEEN_TEXTS = "\n"
 """Stands between a message's blocks of text, and between messages of a user's that follow each other: they are one turn."""
@@ -79,8 +80,8 @@ class _Turns:
         self.made: list[Turn] = []
         self.paths: list[str] = []
         self._tool_names: dict[str, str] = {}
-        self._said: list[str] = []
-        """The user's text in the last turn, while the turn may still grow."""
+        self._said: list[str | PictureSource] = []
+        """What the user says and shows in the last turn, while the turn may still grow."""
 
     def add(self, path: str, turn: Turn) -> None:
         """One more."""
@@ -90,8 +91,8 @@ class _Turns:
 
     def close(self) -> None:
         """The last turn does not go on: its texts, which may be thousands, are put together."""
-        if len(self._said) > 1:
-            self.made[-1] = Turn("user", BETWEEN_TEXTS.join(self._said))
+        if len(self._said) > 1 or (self._said and isinstance(self._said[0], PictureSource)):
+            self.made[-1] = _shown("user", self._said)
         self._said = []
 
     def take(self, message: Message, path: str) -> Steps[None]:
@@ -102,7 +103,7 @@ class _Turns:
         elif message.role == "system":
             self.add(path, Turn("system", _text(message.content, f"{path}.content")))
         elif isinstance(message.content, str):
-            self._take_text(message.content, path)
+            self._take_part(message.content, path)
         else:
             for index, block in enumerate(message.content):
                 where = f"{path}.content[{index}]"
@@ -111,25 +112,31 @@ class _Turns:
                 elif _is_foreign(block.type):
                     self._leave_out(block.type, where)
                 else:
-                    self._take_text(_text_of(block, where), path)
+                    self._take_part(_part_of(block, where), path)
                 yield
 
     def _leave_out(self, kind: str, where: str) -> None:
         self._left_out.value(f"{where}.type", kind, f"content of type {kind!r} is not supported")
 
-    def _take_text(self, text: str, path: str) -> None:
+    def _take_part(self, part: str | PictureSource, path: str) -> None:
         if not self._said:
-            self.add(path, Turn("user", text))
-        self._said.append(text)
+            self.add(path, Turn("user", part if isinstance(part, str) else ""))
+        self._said.append(part)
 
     def _take_result(self, block: Block, where: str) -> None:
         if not block.tool_use_id:
             raise InvalidArgumentError(
                 "tool_use_id is required: the call that this answers", field=f"{where}.tool_use_id"
             )
-        text = "" if block.content is None else _text(block.content, f"{where}.content")
+        content, field = block.content or "", f"{where}.content"
+        parts = (
+            [content]
+            if isinstance(content, str)
+            else [_part_of(each, f"{field}[{index}]") for index, each in enumerate(content)]
+        )
         name = self._tool_names.get(block.tool_use_id)
-        self.add(where, Turn("tool", text, name=name, tool_call_id=block.tool_use_id))
+        turn = _shown("tool", parts)
+        self.add(where, msgspec.structs.replace(turn, name=name, tool_call_id=block.tool_use_id))
 
     def _take_assistant(self, message: Message, path: str) -> Steps[None]:
         if isinstance(message.content, str):
@@ -176,9 +183,34 @@ def _text(content: str | list[Block], path: str) -> str:
     return BETWEEN_TEXTS.join(_text_of(block, f"{path}[{index}]") for index, block in enumerate(content))
 
 
+def _shown(role: str, parts: Sequence[str | PictureSource]) -> Turn:
+    """A turn of texts and pictures."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return Turn(role, BETWEEN_TEXTS.join(texts), items=tuple(parts) if len(texts) < len(parts) else ())
+
+
+def _part_of(block: Block, where: str) -> str | PictureSource:
+    """A text or a picture."""
+    if block.type != "image":
+        return _text_of(block, where)
+    source, field = block.source, f"{where}.source"
+    if source is None or source.type not in ("base64", "url"):
+        kind = None if source is None else source.type
+        raise InvalidArgumentError(f"a picture's source is base64 or url, not {kind!r}", field=field)
+    if source.type == "url":
+        if source.url is None:
+            raise InvalidArgumentError("url is required", field=f"{field}.url")
+        return PictureSource(source.url)
+    if source.data is None:
+        raise InvalidArgumentError("data is required", field=f"{field}.data")
+    return picture_file(source.data, f"{field}.data")
+
+
 def _text_of(block: Block, where: str) -> str:
     if block.type != "text":
-        raise InvalidArgumentError(f"content of type {block.type!r} is not supported", field=f"{where}.type")
+        raise InvalidArgumentError(
+            f"content of type {block.type!r} is not supported; here it can be text", field=f"{where}.type"
+        )
     if block.text is None:
         raise InvalidArgumentError("text is required", field=f"{where}.text")
     return block.text

@@ -15,10 +15,13 @@ from sapwood_router.edges.anthropic.conversation import prompt_of, tool_choice_o
 from sapwood_router.edges.anthropic.errors import ThreadsError
 from sapwood_router.edges.anthropic.types import (
     SIGNATURE,
+    Block,
+    CacheCreation,
     CountRequest,
     MessageResponse,
     MessagesRequest,
     TokenCount,
+    Tool,
     Usage,
 )
 from sapwood_router.edges.http.exchange import Exchange
@@ -42,7 +45,7 @@ from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output import Output, OutputOptions
 from sapwood_router.request.validation import check_prompt
 
-IGNORED = frozenset({"service_tier", "cache_control", "inference_geo", "diagnostics"})
+IGNORED = frozenset({"service_tier", "inference_geo", "diagnostics"})
 """Never change an answer here."""
 NEUTRAL: Neutral = {
     "container": (),
@@ -54,6 +57,9 @@ NEUTRAL: Neutral = {
 """Parameters that are taken only with the values that ask for nothing."""
 SPARED = frozenset({"context_management", "mcp_servers", "speed"})
 """Parameters that may be ignored: tools that Anthropic would run, and its cost-saving options."""
+
+
+_KEEP_SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
@@ -74,7 +80,7 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
     context = await exchange.in_turns(
         _context(request, given, exchange.request_id, deadline, pipeline.seeds, exchange.left_out)
     )
-    context.caller = exchange.caller(request, _sessions(request))
+    context.caller, context.keep_seconds = exchange.caller(request, _sessions(request)), _keep_seconds(request)
     make = partial(_message, context)
     if not stream:
         await send_whole(exchange, context, pipeline, lambda output, finish: make(finish, _blocks(output)))
@@ -141,6 +147,7 @@ def _fields(turns: tuple[str, ...]) -> FieldNames:
         template_variables="chat_template_kwargs",
         stop="stop_sequences",
         turns=turns,
+        items="content",
         tool="",
         parameters="input_schema",
     )
@@ -159,16 +166,42 @@ def _sessions(request: MessagesRequest) -> dict[str, Any]:
 
 def _message(context: RequestContext, finish: Finish | None, content: list[dict[str, Any]]) -> MessageResponse:
     """The message with some content; without a finish it has just begun."""
-    counted = Counted(len(context.token_ids), 0, context.cached_tokens) if finish is None else finish.usage
+    counted = (
+        Counted(len(context.token_ids), 0, context.cached_tokens, written_tokens=context.written_tokens)
+        if finish is None
+        else finish.usage
+    )
     called = any(block["type"] == "tool_use" for block in content)
     return MessageResponse(
         id=f"msg_{context.request_id}",
-        model=context.model or "",
+        model=context.public_model,
         content=content,
         stop_reason=None if finish is None else _stop_reason(finish, called),
         stop_sequence=None if finish is None else finish.stop_match,
-        usage=Usage(counted.prompt_tokens - counted.cached_tokens, counted.completion_tokens, counted.cached_tokens),
+        usage=_usage(counted, context.keep_seconds),
     )
+
+
+def _keep_seconds(request: MessagesRequest) -> float:
+    """How long a request asks to keep its prompt: the longest of its marks, wherever they stand; 0: there is none."""
+    blocks: list[Block | Tool] = [*(request.tools or ())]
+    for content in (request.system, *(message.content for message in request.messages)):
+        blocks += () if content is None or isinstance(content, str) else content
+    marks = [request.cache_control, *(block.cache_control for block in blocks)]
+    for block in blocks:
+        if isinstance(block, Block) and isinstance(block.content, list):
+            marks += [inner.cache_control for inner in block.content]
+    return max((_KEEP_SECONDS[mark.ttl] for mark in marks if mark is not None), default=0.0)
+
+
+def _usage(counted: Counted, keep_seconds: float) -> Usage:
+    """Tokens that were kept before count as read, those that are kept now as created, the others as input."""
+    read, created = counted.cached_tokens, counted.written_tokens
+    made = Usage(counted.prompt_tokens - read - created, counted.completion_tokens, read, created)
+    if keep_seconds:
+        for_an_hour = keep_seconds >= _KEEP_SECONDS["1h"]
+        made.cache_creation = CacheCreation(0, created) if for_an_hour else CacheCreation(created, 0)
+    return made
 
 
 def _stop_reason(finish: Finish, called: bool) -> str:

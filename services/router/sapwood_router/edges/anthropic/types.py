@@ -11,8 +11,24 @@ SIGNATURE = "unsigned"
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
+class Source(msgspec.Struct):
+    """Where a picture is: in ``data`` as base64, or at ``url``."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class CacheControl(msgspec.Struct):
+    """That the prompt is to be kept cached, for five minutes or an hour."""
+
+    type: str
+    ttl: Literal["5m", "1h"] = "5m"
+
+
 class Block(msgspec.Struct):
-    """A block of content of whatever type; what else it says, such as ``cache_control``, changes no answer."""
+    """A block of content of whatever type; what else it says changes no answer."""
 
     type: str
     text: str | None = None
@@ -22,6 +38,8 @@ class Block(msgspec.Struct):
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     thinking: str | None = None
+    source: Source | None = None
+    cache_control: CacheControl | None = None
 
 
 class Message(msgspec.Struct):
@@ -39,6 +57,7 @@ class Tool(msgspec.Struct):
     description: str | None = None
     strict: bool | None = None
     type: str | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -93,6 +112,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     rid: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -105,13 +125,23 @@ class MessagesRequest(CountRequest, kw_only=True):
     thread: Any = None  # refused in words that clients know
 
 
+class CacheCreation(msgspec.Struct):
+    """The tokens that were written to the cache, by how long they are kept."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class Usage(msgspec.Struct):
-    """``usage``: the prompt's tokens are those computed and those read from the cache."""
+    """``usage``: the prompt's tokens are those computed, those read from the cache, and those written to it because the request
+    asked for it.
+    """
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int = 0
+    cache_creation: CacheCreation | msgspec.UnsetType = msgspec.UNSET
 
 
 class MessageResponse(msgspec.Struct, kw_only=True):

@@ -327,10 +327,12 @@ def _texts(request: CohereEmbedRequest) -> tuple[list[str], list[str]]:
         return request.texts, [f"texts[{index}]" for index in range(len(request.texts))]
     texts: list[str] = []
     for index, item in enumerate(request.inputs or ()):
-        for number, part in enumerate(item.get("content") or ()):
-            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        parts: list[str] = []
+        for number, part in enumerate(item.content or ()):
+            if part.type != "text" or part.text is None:
                 raise InvalidArgumentError("only text is embedded", field=f"inputs[{index}].content[{number}]")
-        texts.append("\n".join(part["text"] for part in item.get("content") or ()))
+            parts.append(part.text)
+        texts.append("\n".join(parts))
     if not texts:
         raise InvalidArgumentError("texts is required", field="texts")
     return texts, [f"inputs[{index}]" for index in range(len(texts))]

@@ -68,11 +68,17 @@ class CohereAnswer(msgspec.Struct, kw_only=True):
     usage: dict[str, Any]
 
 
+class CohereEmbedInput(msgspec.Struct):
+    """Something to embed: parts that belong together."""
+
+    content: list[CoherePart] | None = None
+
+
 class CohereEmbedRequest(AnyRequest, kw_only=True):
     """``POST /v2/embed``."""
 
     texts: list[str] | None = None
-    inputs: list[dict[str, Any]] | None = None
+    inputs: list[CohereEmbedInput] | None = None
     input_type: str | None = None
     embedding_types: list[str] | None = None
     truncate: Literal["NONE", "START", "END"] | None = None

@@ -11,6 +11,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.convert import to_grammar
 from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.worker_names import WorkerNames
+from sapwood_router.flow.score import Branch, ScoreRequest, Scores
 from sapwood_router.flow.sessions import Session
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import (
@@ -19,6 +20,7 @@ from sapwood_router.request.context import (
     Delta,
     FieldNames,
     FinishReason,
+    PictureSource,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -86,6 +88,62 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> Steps[tuple[Prompt, 
             raise InvalidArgumentError("no prompt: set text, messages or tokens", field="prompt")
 
 
+def score_request_of(
+    message: router_pb2.RouterScoreRequest, request_id: str, deadline: float, caller: Caller
+) -> Steps[ScoreRequest]:
+    """What a gRPC client wants scored.
+
+    Raises:
+        InvalidArgumentError: No prompt is set, or what goes with another kind of prompt is, or it has too many levels.
+    """
+    asked = router_pb2.RouterGenerateRequest(
+        continue_final_message=message.continue_final_message, template_variables=message.template_variables
+    )
+    if message.HasField("add_special_tokens"):
+        asked.add_special_tokens = message.add_special_tokens
+    match message.WhichOneof("prompt"):
+        case "text":
+            asked.text = message.text
+        case "messages":
+            asked.messages.CopyFrom(message.messages)
+        case "tokens":
+            asked.tokens.CopyFrom(message.tokens)
+    prompt, fields = yield from prompt_of(asked)
+    yield
+    return ScoreRequest(
+        request_id=request_id,
+        prompt=prompt,
+        continuations=[_branch_of(each) for each in message.continuations],
+        fields=fields,
+        deadline=deadline,
+        caller=caller,
+        model=message.model if message.HasField("model") else None,
+        lora=message.lora_name,
+        unconditional=message.unconditional,
+    )
+
+
+def _branch_of(message: router_pb2.Continuation) -> Branch:
+    """A continuation; messages are nested a hundred times at most."""
+    return Branch(message.text, tuple(message.tokens.ids), tuple(map(_branch_of, message.next)))
+
+
+def to_scores(found: Scores) -> router_pb2.RouterScoreResponse:
+    """The answer to it."""
+    return router_pb2.RouterScoreResponse(
+        scores=[
+            router_pb2.ContinuationScore(
+                token_ids=path.token_ids, logprobs=path.logprobs, unconditional_logprobs=path.unconditional
+            )
+            for path in found.paths
+        ],
+        prompt_tokens=found.prompt_tokens,
+        cached_tokens=found.cached_tokens,
+        computed_tokens=found.computed_tokens,
+        model=found.model,
+    )
+
+
 def truncation_of(request: router_pb2.RouterGenerateRequest) -> Truncation | None:
     """How its prompt is cut."""
     if not request.HasField("truncate_prompt_tokens"):
@@ -137,7 +195,15 @@ def _turn_of(message: common_pb2.ChatMessage) -> Turn:
         tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
         reasoning=message.reasoning if message.HasField("reasoning") else None,
         parts=tuple(message.parts),
+        items=tuple(_item_of(item) for item in message.items),
     )
+
+
+def _item_of(item: common_pb2.ContentPart) -> str | PictureSource:
+    if not item.HasField("picture"):
+        return item.text
+    picture = item.picture
+    return PictureSource(picture.url, picture.detail, picture.data, picture.video)
 
 
 _POOLING_NAMES = {
@@ -175,6 +241,7 @@ def embed_request_of(
         normalize=message.normalize if message.HasField("normalize") else None,
         dimensions=message.dimensions if message.HasField("dimensions") else None,
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
+        lora=message.lora_name,
         max_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
         deadline=deadline,
         caller=caller,
@@ -217,6 +284,7 @@ def classify_request_of(
         deadline=deadline,
         caller=caller,
         classifies=True,
+        lora=message.lora_name,
     )
 
 

@@ -8,6 +8,7 @@ from sapwood.v1 import router_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.grpc.convert import to_load
 from sapwood_router.edges.worker_names import WorkerNames
+from sapwood_router.flow.adapters import AdapterState
 from sapwood_router.flow.explain import Explanation
 from sapwood_router.flow.steering import PauseMode
 from sapwood_router.observe.status import RouterState, WorkerState
@@ -66,6 +67,11 @@ def to_worker_status(worker: WorkerState, workers: WorkerNames) -> router_pb2.Wo
     )
 
 
+def to_fleet_lora(state: AdapterState) -> router_pb2.FleetLora:
+    """An adapter and its places as a message."""
+    return router_pb2.FleetLora(**asdict(state))
+
+
 def to_explanation(explanation: Explanation) -> router_pb2.ExplainRouteResponse:
     """A choice of workers and the facts behind it, as a message."""
     response = router_pb2.ExplainRouteResponse(
@@ -89,5 +95,7 @@ def to_explanation(explanation: Explanation) -> router_pb2.ExplainRouteResponse:
             others_seconds=estimate.delay + estimate.crowding,
         )
     for candidate in explanation.candidates:
-        response.candidates.add(**asdict(candidate))
+        fields = asdict(candidate)
+        del fields["parts"]  # for the page
+        response.candidates.add(**fields)
     return response

@@ -22,17 +22,27 @@ from sapwood_router.edges.grpc.convert import (
     embed_request_of,
     grammar_of,
     prompt_of,
+    score_request_of,
     to_classifications,
     to_response,
+    to_scores,
     to_session,
     tool_choice_of,
     truncation_of,
 )
-from sapwood_router.edges.grpc.convert_operators import to_explanation, to_pause_mode, to_status, to_worker_status
+from sapwood_router.edges.grpc.convert_operators import (
+    to_explanation,
+    to_fleet_lora,
+    to_pause_mode,
+    to_status,
+    to_worker_status,
+)
 from sapwood_router.edges.worker_names import WorkerNames
+from sapwood_router.flow.adapters import Adapters
 from sapwood_router.flow.client import READER_SLACK, Client
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.generation import Pipeline
+from sapwood_router.flow.score import score
 from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.status import RouterState
 from sapwood_router.request.caller import Caller, caller_of
@@ -42,11 +52,11 @@ from sapwood_router.request.tokens import MANY
 from sapwood_router.request.validation import check_counts, continuations
 
 SERVICE_NAME = "sapwood.v1.Router"
-TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "Classify"))
+TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Score", "Embed", "Classify"))
 """Methods that begin a trace if the caller sends none."""
 PUBLIC_METHODS = frozenset(
     f"/{SERVICE_NAME}/{name}"
-    for name in ("Generate", "Embed", "Classify", "ListModels", "OpenSession", "GetSession", "CloseSession")
+    for name in ("Generate", "Score", "Embed", "Classify", "ListModels", "OpenSession", "GetSession", "CloseSession")
 )
 """The methods for clients; all others are for operators."""
 WORKER_KEY = "x-sapwood-worker"
@@ -118,6 +128,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request_timeout: Seconds a request may take if its client sets no earlier deadline.
         status: Says how the router is.
         workers: Names workers for clients.
+        adapters: Loads and unloads them.
     """
 
     def __init__(
@@ -128,7 +139,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request_timeout: float,
         status: Callable[[], RouterState],
         workers: WorkerNames,
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         self._workers = workers
         self._status = status
         self._pipeline = pipeline
@@ -213,7 +226,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 whole=request.whole,
                 detokenize=request.detokenize if request.HasField("detokenize") else True,
                 model=request.model if request.HasField("model") else None,
+                lora=request.lora_name,
                 truncation=truncation_of(request),
+                heals=request.token_healing,
                 bad_words=tuple(word.lstrip() for word in request.bad_words),
                 caller=caller,
                 grammar=grammar_of(request),
@@ -222,6 +237,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
             )
             for own in continuations(sampling, count, fields)
         ]
+
+    async def Score(self, request: router_pb2.RouterScoreRequest, context: Context) -> router_pb2.RouterScoreResponse:
+        request_id, deadline, caller = self._asked(request.request_id, context)
+        steps = score_request_of(request, request_id, deadline, caller)
+        with self._workers.hidden():
+            wanted = await in_turns(steps, self._pipeline.heavy.stint(caller.tenant))
+            return to_scores(await score(self._pipeline, wanted))
 
     async def Embed(self, request: router_pb2.RouterEmbedRequest, context: Context) -> router_pb2.RouterEmbedResponse:
         with self._workers.hidden():
@@ -279,7 +301,27 @@ class RouterService(router_pb2_grpc.RouterServicer):
         registry = self._pipeline.registry
         for model, workers in sorted(registry.models().items()):
             response.models.add(id=model, context_length=registry.context_length(model), workers=len(workers))
+        for lora in registry.loras.all():
+            length = registry.context_length(lora.model)
+            response.models.add(id=lora.name, context_length=length, workers=len(lora.workers), parent=lora.model)
         return response
+
+    async def LoadLora(
+        self, request: router_pb2.RouterLoadLoraRequest, context: Context
+    ) -> router_pb2.RouterLoadLoraResponse:
+        state = await self._adapters.load(request.name, request.path, request.model or None, pinned=request.pinned)
+        return router_pb2.RouterLoadLoraResponse(lora=to_fleet_lora(state))
+
+    async def UnloadLora(
+        self, request: router_pb2.RouterUnloadLoraRequest, context: Context
+    ) -> router_pb2.RouterUnloadLoraResponse:
+        running = await self._adapters.unload(request.name, abort=request.abort_requests)
+        return router_pb2.RouterUnloadLoraResponse(running_requests=running)
+
+    async def ListLoras(
+        self, request: router_pb2.RouterListLorasRequest, context: Context
+    ) -> router_pb2.RouterListLorasResponse:
+        return router_pb2.RouterListLorasResponse(loras=[to_fleet_lora(each) for each in self._adapters.list()])
 
     async def ListWorkers(
         self, request: router_pb2.ListWorkersRequest, context: Context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
@@ -33,6 +33,7 @@ _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 _SESSIONS = frozenset(_SESSION_FIELDS)
 _CALLER_HEADERS = frozenset(key.encode() for key in (TENANT_KEY, PRIORITY_KEY, SESSION_KEY))
 _REQUEST_ID_HEADER = REQUEST_ID_KEY.encode()
+_PIECE_SECONDS = 60.0
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -65,6 +66,8 @@ class Exchange:
         workers: The argument.
         extra_headers: Headers of the response, whatever it is.
         stream_headers: Headers of a response of events.
+        resumes: The id of the response that is made again; "": it is a new one.
+        before_last: Done once, before the client has the last of its answer; if that fails, the answer does.
         writable: Says whether :attr:`write_events` may be called.
         write_events: Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one
             was.
@@ -88,6 +91,8 @@ class Exchange:
         self.client_left = False
         self.extra_headers: Headers = ()
         self.stream_headers: Headers = _EVENTS
+        self.before_last: Callable[[], Awaitable[None]] | None = None
+        self.resumes = request.resumes
         self.writable = request.writable
         self.write_events = request.write_chunk
         self._request = request
@@ -159,6 +164,15 @@ class Exchange:
             await stint.turn()
 
         return await self._request.receive_body(limit, look_at)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The request's body of any kind, piece by piece as it comes.
+
+        Raises:
+            SapwoodError: It does not come as it should.
+        """
+        while piece := await self._request.read_body():
+            yield piece
 
     async def pause(self) -> None:
         """Lets others continue where the request is large, or has many values, unless the piece of work so far was short."""
@@ -252,7 +266,26 @@ class Exchange:
 
     async def send_page(self, status: int, headers: Headers, body: bytes) -> None:
         """A complete response of any kind."""
+        await self._do_before_last()
         await self._send_first(status, headers, body, chunked=False, last=True)
+
+    async def send_pieces(self, headers: Headers, pieces: AsyncIterator[bytes]) -> None:
+        """A response of any kind and length, as its pieces come. Waits for the client to read.
+
+        Raises:
+            RequestCancelledError: The client has left, or takes too long to read a piece.
+        """
+        await self._send_first(200, headers, b"", chunked=True, last=False)
+        try:
+            async for piece in pieces:
+                async with asyncio.timeout(_PIECE_SECONDS):
+                    await self._request.send(piece, last=False)
+                    if not self._request.writable():
+                        await self._request.drained()
+        except TimeoutError:
+            self._request.abort()
+            raise RequestCancelledError("the client does not read its answer") from None
+        await self._request.send(b"", last=True)
 
     async def send_error(self, error: SapwoodError, headers: Headers = ()) -> None:
         """An error response; within a stream of events an error event, after which the stream ends."""
@@ -270,6 +303,8 @@ class Exchange:
         Raises:
             RequestCancelledError: As :meth:`drained`.
         """
+        if last:
+            await self._do_before_last()
         if not self.started:
             await self._send_first(200, self.stream_headers, events, chunked=True, last=last)
             return
@@ -290,6 +325,11 @@ class Exchange:
             self.client_left = True
             self._request.abort()
             raise RequestCancelledError("the client does not read its answer") from None
+
+    async def _do_before_last(self) -> None:
+        waiting, self.before_last = self.before_last, None
+        if waiting is not None:
+            await waiting()
 
     async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:
         request_id = self.request_id.encode("ascii")

@@ -118,7 +118,7 @@ def convert(
             if left_out is not None and name in spared:
                 left_out.parameter(prefix + name, lambda: "")
             else:
-                instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+                instead = f": use {_INSTEAD[name]}" if name in _INSTEAD else ": leave it out"
                 raise InvalidArgumentError(f"{prefix}{name} is not supported{instead}", field=prefix + name)
         elif name not in ignored:
             shown = prefix + _printable(name)
@@ -190,7 +190,26 @@ def _explain_type(
         path = f"{path}.{missing['name']}" if path else missing["name"]
         hint = "" if misspelt is None else f"; {prefix}{misspelt} is not known"
         return InvalidArgumentError(f"{path} is required{hint}", field=path)
-    return InvalidArgumentError(f"{path or 'body'}: {what[:1].lower()}{what[1:]}", field=path or None)
+    choices = _choices(cls, found["path"] if found else "") if what.startswith("Invalid enum value") else ""
+    return InvalidArgumentError(f"{path or 'body'}: {what[:1].lower()}{what[1:]}{choices}", field=path or None)
+
+
+def _choices(cls: type[msgspec.Struct], path: str) -> str:
+    """The values that a field may have, as the end of a message; empty if it is no list of texts."""
+    kind: Any = inspect.type_info(cls)
+    for name in re.findall(r"\w+|\[", path):
+        options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+        kind = None
+        for option in options:
+            if name == "[" and isinstance(option, inspect.ListType):
+                kind = option.item_type
+            elif isinstance(option, inspect.StructType):
+                kind = next((each.type for each in option.fields if each.encode_name == name), kind)
+        if kind is None:
+            return ""
+    options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    values = [value for option in options if isinstance(option, inspect.LiteralType) for value in option.values]
+    return f"; it can be {', '.join(map(str, values))}" if values else ""
 
 
 def _explain(body: bytes, error: Exception) -> InvalidArgumentError:

@@ -47,7 +47,8 @@ class LeftOut:
 
     def __init__(self, log: LeftOutLog) -> None:
         self._log = log
-        self._names: dict[str, None] = {}
+        self._names: dict[str, str] = {}
+        """Names as clients spell them -> as they are shown."""
         self._more = 0
 
     def parameter(self, name: str, hint: Callable[[], str]) -> None:
@@ -62,7 +63,7 @@ class LeftOut:
         """
         if self._log.strict:
             raise InvalidArgumentError(f"unknown parameter: {name!r}{hint()}", field=name)
-        self._add(_printable(name), hint)
+        self._add(name[:_LONGEST_NAME], hint)
 
     def value(self, field: str, kind: str, problem: str) -> None:
         """Leaves out a value that is known but of a kind that nothing here runs, such as a tool.
@@ -77,23 +78,24 @@ class LeftOut:
         """
         if self._log.strict:
             raise InvalidArgumentError(problem, field=field)
-        self._add(_printable(f"{field.partition('[')[0]}={kind}"), lambda: "")
+        self._add(f"{field.partition('[')[0]}={kind[:_LONGEST_NAME]}"[:_LONGEST_NAME], lambda: "")
 
     def header(self) -> bytes:
         """The names, for a header of the answer; empty: nothing was left out."""
         more = (f"{self._more} more",) if self._more else ()
-        return ", ".join((*self._names, *more)).encode("ascii")
+        return ", ".join((*self._names.values(), *more)).encode("ascii")
 
     def _add(self, name: str, hint: Callable[[], str]) -> None:
-        if name not in self._names:
-            if len(self._names) >= _MOST_NAMED:
-                self._more += 1
-                return
-            self._names[name] = None
-        self._log.note(name, hint)
+        if name in self._names:
+            return
+        if len(self._names) >= _MOST_NAMED:  # there may be tens of thousands: the rest is only counted
+            self._more += 1
+            return
+        self._names[name] = printable = _printable(name)
+        self._log.note(printable, hint)
 
 
 def _printable(name: str) -> str:
     """A name as headers and logs can have it."""
-    shown = name[:_LONGEST_NAME].encode("ascii", "backslashreplace").decode("ascii")
+    shown = name.encode("ascii", "backslashreplace").decode("ascii")
     return "".join(character if " " < character < "\x7f" and character != "," else "_" for character in shown)

@@ -150,6 +150,7 @@ class Body:
         "_memory",
         "_most",
         "_parts",
+        "_streams",
         "_waiter",
         "_whole",
         "complete",
@@ -170,6 +171,8 @@ class Body:
         self._whole: GrowingBytes | None = None
         """The received part of a body that a reader waits for."""
         self._dropped = False
+        self._streams = False
+        """Whether it is read piece by piece."""
         self._most = -1
         self._waiter: asyncio.Future[None] | None = None
 
@@ -252,6 +255,29 @@ class Body:
             self._waiter = self._whole = None
             self._memory.release(self)
 
+    async def read(self, wanted: Callable[[], None]) -> bytes:
+        """The next piece of it, empty at its end: for bodies that nobody wants in memory at once.
+
+        Args:
+            wanted: Called when it is waited for: more is to be read.
+
+        Raises:
+            HttpError: It is malformed, or comes too slowly.
+            RequestCancelledError: The client left.
+        """
+        self._streams = True
+        while not self._parts and not self.complete and self.error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                wanted()
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self.error is not None:
+            raise self.error
+        parts, self._parts = self._parts, []
+        return b"".join(parts)
+
     @property
     def whole(self) -> bytes:
         """The part of the body that has arrived, while a reader waits for it. To be sliced, and dropped once there is an
@@ -282,6 +308,8 @@ class Body:
             return
         if self._waiter is None or self._waiter.done() or self._whole is None:
             self._parts += parts
+            if self._streams and (parts or self.complete) and self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
             return
         for part in parts:
             self._whole.add(part)

@@ -67,6 +67,9 @@ class Request:
         over: Whether nothing more reaches the client: the answer is complete, or the client has left.
     """
 
+    resumes = ""
+    """The response that is made again by it: of what clients send none."""
+
     __slots__ = (
         "_chunked",
         "_connection",
@@ -102,6 +105,12 @@ class Request:
         if self.left:
             raise RequestCancelledError("the client left")
         return await self.body.receive(limit, self._want_body, look_at)
+
+    async def read_body(self) -> bytes:
+        """The next piece of the body, empty at its end; raises as :meth:`Body.read`."""
+        if self.left:
+            raise RequestCancelledError("the client left")
+        return await self.body.read(self._want_body)
 
     def writable(self) -> bool:
         """Whether the client is there and reads, or has all of its answer: then :meth:`write_chunk` may be called."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.contract.seeds import Seeds
@@ -35,11 +37,13 @@ from sapwood_router.request.context import (
     Delta,
     FieldNames,
     Finish,
+    PictureSource,
     Prompt,
     RequestContext,
     TextPrompt,
     ToolCall,
     Turn,
+    picture_file,
     unique_id,
 )
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
@@ -78,8 +82,9 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     """
     given = decode_object(body)
     request = convert(given, OllamaGenerateRequest, {}, IGNORED, left_out=exchange.left_out)
-    if request.images:
-        raise InvalidArgumentError("images are not supported", field="images")
+    pictures = _pictures(request.images, "images")
+    if pictures and (request.raw or request.suffix):
+        raise InvalidArgumentError("images are not supported with raw or suffix", field="images")
     if not request.prompt and not request.suffix:
         await _say_loaded(exchange, request, pipeline, is_chat=False)
         return
@@ -87,7 +92,7 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     prompt: Prompt = TextPrompt(text, request.suffix or "")
     if not request.raw and not request.suffix:
         system = (Turn("system", request.system),) if request.system else ()
-        prompt = ChatPrompt((*system, Turn("user", text)), "", template_variables(request))
+        prompt = ChatPrompt((*system, _with_pictures(Turn("user", text), pictures)), "", template_variables(request))
     await _answer(exchange, request, prompt, "prompt", pipeline, deadline, is_chat=False)
 
 
@@ -143,29 +148,65 @@ async def _say_loaded(exchange: Exchange, request: OllamaRequest, pipeline: Pipe
 def _turns(messages: list[OllamaMessage]) -> tuple[Turn, ...]:
     """The conversation. Results of tools name the tool, not the call: they answer the calls in order."""
     turns: list[Turn] = []
-    unanswered: list[ToolCall] = []
+    unanswered = _Unanswered(())
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         if message.role not in _ROLES:
             raise InvalidArgumentError(f"role {message.role!r} is not supported", field=f"{path}.role")
-        if message.images:
-            raise InvalidArgumentError("images are not supported", field=f"{path}.images")
+        pictures = _pictures(message.images, f"{path}.images")
+        if pictures and message.role not in ("user", "tool"):
+            raise InvalidArgumentError(
+                f"images are not supported in a message of role {message.role!r}", field=f"{path}.images"
+            )
         if message.role == "tool":
-            call = next((call for call in unanswered if message.tool_name in (None, call.name)), None)
-            if call is not None:
-                unanswered.remove(call)
+            call = unanswered.take(message.tool_name)
             call_id = message.tool_call_id or (f"call_{index}" if call is None else call.id)
             name = message.tool_name or (None if call is None else call.name)
-            turns.append(Turn("tool", message.content or "", name=name, tool_call_id=call_id))
+            turn = Turn("tool", message.content or "", name=name, tool_call_id=call_id)
+            turns.append(_with_pictures(turn, pictures))
             continue
         calls = tuple(
             ToolCall(call.id or f"call_{index}_{number}", call.function.name, arguments_text(call.function.arguments))
             for number, call in enumerate(message.tool_calls or ())
         )
-        unanswered = [*calls] if message.role == "assistant" else unanswered
+        unanswered = _Unanswered(calls) if message.role == "assistant" else unanswered
         content = message.content or (None if calls else "")
-        turns.append(Turn(message.role, content, tool_calls=calls, reasoning=message.thinking or None))
+        turn = Turn(message.role, content, tool_calls=calls, reasoning=message.thinking or None)
+        turns.append(_with_pictures(turn, pictures))
     return tuple(turns)
+
+
+def _pictures(images: list[Any] | None, field: str) -> list[PictureSource]:
+    """Files as base64."""
+    if any(not isinstance(image, str) for image in images or ()):
+        raise InvalidArgumentError("an image is base64", field=field)
+    return [picture_file(image, f"{field}[{index}]") for index, image in enumerate(images or ())]
+
+
+def _with_pictures(turn: Turn, pictures: list[PictureSource]) -> Turn:
+    """A turn that shows pictures before what it says."""
+    return replace(turn, items=(*pictures, turn.content or "")) if pictures else turn
+
+
+class _Unanswered:
+    """The calls of a message that have no result yet. To take one costs O(1) on average: there may be thousands of both."""
+
+    def __init__(self, calls: Iterable[ToolCall]) -> None:
+        self._calls = deque(enumerate(calls))
+        self._by_name: dict[str, deque[tuple[int, ToolCall]]] = {}
+        for each in self._calls:
+            self._by_name.setdefault(each[1].name, deque()).append(each)
+        self._taken: set[int] = set()
+
+    def take(self, name: str | None) -> ToolCall | None:
+        """The first call of a tool, or of any where no name is given; None: there is none."""
+        queue = self._calls if name is None else self._by_name.get(name)
+        while queue:
+            number, call = queue.popleft()
+            if number not in self._taken:
+                self._taken.add(number)
+                return call
+        return None
 
 
 class _Lines:
@@ -211,7 +252,7 @@ class _Lines:
 
 
 def _line(context: RequestContext, output: Output, calls: Iterable[ToolCallDelta], *, is_chat: bool) -> OllamaAnswer:
-    made = OllamaAnswer(model=context.model or "", created_at=_now(), done=False)
+    made = OllamaAnswer(model=context.public_model, created_at=_now(), done=False)
     if not is_chat:
         made.response, made.thinking = output.text, output.reasoning or None
         return made
@@ -290,6 +331,7 @@ def fields_of(prompt: str) -> FieldNames:
         grammar="format",
         template_variables="think",
         stop=f"{_PREFIX}stop",
+        items="images",
     )
 
 

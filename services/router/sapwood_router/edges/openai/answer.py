@@ -35,10 +35,11 @@ def finish_reason(finish: Finish, called: bool) -> str:
 
 def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject:
     """The usage of several requests together; a prompt counts once for all its ``continuations``."""
-    prompt = cached = completion = accepted = rejected = reasoning = 0
+    prompt = cached = written = completion = accepted = rejected = reasoning = 0
     for usage in usages[::continuations]:
         prompt += usage.prompt_tokens
         cached += usage.cached_tokens
+        written += usage.written_tokens
     for usage in usages:
         completion += usage.completion_tokens
         accepted += usage.accepted_prediction_tokens
@@ -46,7 +47,9 @@ def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject
         reasoning += usage.reasoning_tokens
     some = accepted or rejected or reasoning
     details = CompletionTokensDetails(accepted, rejected, reasoning) if some else msgspec.UNSET
-    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
+    return UsageObject(
+        prompt, completion, prompt + completion, PromptTokensDetails(cached, written or msgspec.UNSET), details
+    )
 
 
 async def send_answer(

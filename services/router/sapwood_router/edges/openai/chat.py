@@ -18,6 +18,7 @@ from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, finish_reason, send_answer, usage_object
+from sapwood_router.edges.openai.caching import keep_seconds_of
 from sapwood_router.edges.openai.logprobs import ChatWriter
 from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, CHAT_SPARED
 from sapwood_router.edges.openai.parameters import (
@@ -40,6 +41,7 @@ from sapwood_router.edges.openai.types import (
     ChatChoice,
     ChatRequest,
     ChatResponse,
+    ContentPart,
     Message,
     ToolCallObject,
     stop_reason,
@@ -50,6 +52,7 @@ from sapwood_router.request.context import (
     BETWEEN_PARTS,
     ChatPrompt,
     FieldNames,
+    PictureSource,
     RequestContext,
     ToolCall,
     Turn,
@@ -68,6 +71,8 @@ CHAT_FIELDS = FieldNames(
     reasoning="reasoning_content",
     tool_name="tool_choice.function.name",
     template_variables="chat_template_kwargs",
+    lora="lora_path",
+    items="content",
 )
 """How clients of chats spell the fields of errors."""
 
@@ -89,9 +94,9 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     contexts = await exchange.in_turns(
         contexts_of(request, given, exchange.request_id, deadline, left_out, pipeline.seeds)
     )
-    caller = exchange.caller(request, given)
+    caller, keep_seconds = exchange.caller(request, given), keep_seconds_of(given)
     for context in contexts:
-        context.caller = caller
+        context.caller, context.keep_seconds = caller, keep_seconds
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
     writer = partial(ChatWriter, token_name(request)) if request.logprobs else None
     tells_prompt = contexts[0].sampling.prompt_logprobs is not None
@@ -103,7 +108,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         return ChatResponse(
             id=answer_id,
             created=created,
-            model=contexts[0].model or "",
+            model=contexts[0].public_model,
             choices=[_choice(answer, shows_ids, hides_reasoning) for answer in answers],
             usage=usage_object([answer.finish.usage for answer in answers], len(contexts)),
             prompt_token_ids=list(contexts[0].token_ids) if shows_ids else msgspec.UNSET,
@@ -165,6 +170,7 @@ def contexts_of(
             fields=fields,
             deadline=deadline,
             model=request.model,
+            lora=request.lora_path or "",
             truncation=truncation_of(request),
             bad_words=tuple(word.lstrip() for word in request.bad_words or ()),
             whole=not request.stream,
@@ -230,7 +236,9 @@ def _logprobs(request: ChatRequest) -> int | None:
 def _turn(message: Message, path: str, left_out: LeftOut) -> Turn:
     role = _ROLES.get(message.role)
     if role is None:
-        raise InvalidArgumentError(f"role {message.role!r} is not supported", field=f"{path}.role")
+        raise InvalidArgumentError(
+            f"role {message.role!r} is not supported; there are {', '.join(_ROLES)}", field=f"{path}.role"
+        )
     for name, given, belongs in (
         ("tool_calls", message.tool_calls, role == "assistant"),
         ("reasoning_content", message.reasoning_content, role == "assistant"),
@@ -246,14 +254,17 @@ def _turn(message: Message, path: str, left_out: LeftOut) -> Turn:
     if role == "tool" and not message.tool_call_id:
         raise InvalidArgumentError("tool_call_id is required: the call that this answers", field=f"{path}.tool_call_id")
     content = _content(message, path)
+    items = content if isinstance(content, list) else []
+    texts = [item for item in items if isinstance(item, str)]
     return Turn(
         role=role,
-        content=content if content is None or isinstance(content, str) else BETWEEN_PARTS.join(content),
+        content=content if content is None or isinstance(content, str) else BETWEEN_PARTS.join(texts),
         name=message.name,
         tool_calls=_calls(message, path, left_out),
         tool_call_id=message.tool_call_id or None,
         reasoning=_reasoning(message) if role == "assistant" else None,
-        parts=tuple(content) if isinstance(content, list) and len(content) > 1 else (),
+        parts=tuple(texts) if len(texts) > 1 else (),
+        items=tuple(items) if len(items) > len(texts) else (),
     )
 
 
@@ -277,21 +288,39 @@ def _reasoning(message: Message) -> str | None:
     return message.reasoning_content or other or None
 
 
-def _content(message: Message, path: str) -> str | list[str] | None:
-    """The text, or the texts, of a message."""
+def _content(message: Message, path: str) -> str | list[str | PictureSource] | None:
+    """The text of a message, or its texts and pictures."""
     if message.content is None:
         if message.role == "assistant":  # it called tools, or said nothing: clients send back what they got
             return None
         raise InvalidArgumentError("content is required", field=f"{path}.content")
     if isinstance(message.content, str):
         return message.content
-    texts = []
+    items: list[str | PictureSource] = []
     for index, part in enumerate(message.content):
+        field = f"{path}.content[{index}]"
+        if part.type in ("image_url", "video_url"):
+            items.append(_picture(part, message.role, field))
+            continue
         if part.type != "text":
             raise InvalidArgumentError(
-                f"content of type {part.type!r} is not supported", field=f"{path}.content[{index}].type"
+                f"content of type {part.type!r} is not supported; there are text, image_url and video_url",
+                field=f"{field}.type",
             )
         if part.text is None:
-            raise InvalidArgumentError("text is required", field=f"{path}.content[{index}].text")
-        texts.append(part.text)
-    return texts
+            raise InvalidArgumentError("text is required", field=f"{field}.text")
+        items.append(part.text)
+    return items
+
+
+def _picture(part: ContentPart, role: str, field: str) -> PictureSource:
+    video = part.type == "video_url"
+    if role not in ("user", "tool"):
+        what = "video" if video else "picture"
+        raise InvalidArgumentError(f"a {what} is not supported in a message of role {role!r}", field=f"{field}.type")
+    given = part.video_url if video else part.image_url
+    if given is None:
+        raise InvalidArgumentError(f"{part.type} is required", field=f"{field}.{part.type}")
+    if isinstance(given, str):
+        return PictureSource(given, video=video)
+    return PictureSource(given.url, given.detail or "", video=video)

@@ -16,6 +16,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, send_answer, usage_object
+from sapwood_router.edges.openai.caching import keep_seconds_of
 from sapwood_router.edges.openai.logprobs import CompletionWriter
 from sapwood_router.edges.openai.other_parameters import COMPLETION_NEUTRAL
 from sapwood_router.edges.openai.parameters import (
@@ -98,7 +99,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
                 await pipeline.heavy.turn(caller.tenant, goes_on=True)
             choices.append(await make_choice(len(choices), answer))
         return CompletionResponse(
-            id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage
+            id=answer_id, created=created, model=contexts[0].public_model, choices=choices, usage=usage
         )
 
     events: CompletionChunks | None = None
@@ -163,6 +164,7 @@ async def _contexts(
             f"at most {MAX_CHOICES} choices a request", field="prompt" if len(named) > 1 else "n"
         )
     bad_words = tuple(word.lstrip() for word in request.bad_words or ())
+    keep_seconds = keep_seconds_of(given)
     contexts: list[RequestContext] = []
     for (name, prompt), each in product(named, settings):
         if len(contexts) % A_FEW == A_FEW - 1:
@@ -177,7 +179,9 @@ async def _contexts(
                 fields=_fields(name, grammar_field),
                 deadline=deadline,
                 caller=caller,
+                keep_seconds=keep_seconds,
                 model=request.model,
+                lora=request.lora_path or "",
                 truncation=truncation_of(request),
                 bad_words=bad_words,
                 whole=not request.stream,
@@ -198,7 +202,7 @@ def _likeliest(answers: list[Answer], count: int, best: int) -> list[Answer]:
 
 @lru_cache(maxsize=64)
 def _fields(prompt: str, grammar: str) -> FieldNames:
-    return FieldNames(prompt=prompt, sampling="", max_tokens="max_tokens", grammar=grammar)
+    return FieldNames(prompt=prompt, sampling="", max_tokens="max_tokens", grammar=grammar, lora="lora_path")
 
 
 def _prompts(request: CompletionRequest) -> list[tuple[str, Prompt]]:
@@ -213,7 +217,7 @@ def _prompts(request: CompletionRequest) -> list[tuple[str, Prompt]]:
     if not isinstance(value, list):
         raise InvalidArgumentError("prompt must be a string, strings, token ids or lists of token ids", field="prompt")
     if not value:
-        raise InvalidArgumentError("the prompt is empty", field="prompt")
+        raise InvalidArgumentError("the prompt is empty; it needs a text or a token at least", field="prompt")
     if are_tokens(value):
         return [("prompt", TokenPrompt(value))]
     if len(value) > MAX_CHOICES:

@@ -157,6 +157,13 @@ async def _conversation(
     )
     prompt = await exchange.in_turns(chat_prompt(chat, None, exchange.left_out))
     check_prompt(prompt, CHAT_FIELDS)
+    for index, turn in enumerate(prompt.turns):
+        for place, item in enumerate(turn.items):
+            if not isinstance(item, str):
+                raise InvalidArgumentError(
+                    "embeddings, classes and scores are of text alone: pictures and videos are not supported here",
+                    field=f"messages[{index}].content[{place}]",
+                )
     model = pipeline.registry.resolve(request.model)
     client, most_tokens = pipeline.tokenizers.of(model).client, partial(pipeline.registry.context_length, model)
     try:

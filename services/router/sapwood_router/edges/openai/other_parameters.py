@@ -45,7 +45,6 @@ _NEUTRAL: Neutral = {
     "routed_experts_prompt_start": (0,),
     "return_token_offsets": (False,),
     # SGLang
-    "lora_path": ("",),
     "stop_regex": ([], ""),
     "session_params": ({},),
     "custom_logit_processor": ("",),

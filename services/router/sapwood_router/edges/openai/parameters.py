@@ -29,7 +29,7 @@ _TRANSLATED = frozenset(("top_k", "top_p", "seed"))
 BESIDE = IGNORED | SAMPLING
 """Parameters that a request may have beside the fields of its type: sampling settings, and those that are ignored."""
 
-TEXT_SAMPLING = SAMPLING - {"max_tokens", "logprobs", "prompt_logprobs"}
+TEXT_SAMPLING = SAMPLING - {"max_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
 """Sampling settings for APIs that have their own name for the most tokens and no log probabilities."""
 
 

@@ -56,7 +56,7 @@ def answer_grammar(request: GenerationRequest) -> tuple[AnswerGrammar | None, st
     SGLang's and vLLM's ``structural_tag``. Parts of a schema that cannot be enforced are ignored unless it is "strict".
 
     Raises:
-        InvalidArgumentError: It is malformed, or there are several.
+        InvalidArgumentError: It is malformed, or there are several that differ.
     """
     values = (
         *(request.regex, request.ebnf, request.guided_json),
@@ -72,6 +72,8 @@ def answer_grammar(request: GenerationRequest) -> tuple[AnswerGrammar | None, st
             parameters.append((_of_kind(kind, value, name), name))
     if request.structured_outputs is not None:
         parameters += _structured_outputs(request.structured_outputs)
+    if len(parameters) > 1 and all(grammar == parameters[0][0] for grammar, _ in parameters):
+        del parameters[1:]  # clients send one grammar by the names of several versions of vLLM
     if len(parameters) > 1:
         names = ", ".join(field.partition(".")[0] for _, field in parameters)
         raise InvalidArgumentError(f"only one of {names} can be set", field=parameters[1][1].partition(".")[0])
@@ -146,7 +148,10 @@ def _response_format(value: Any) -> tuple[AnswerGrammar | None, str]:
         case "structural_tag":
             return AnswerGrammar("structural_tag", msgspec.json.encode(value).decode()), _FIELD
         case other:
-            raise InvalidArgumentError(f"{_FIELD} of type {other!r} is not supported", field=f"{_FIELD}.type")
+            raise InvalidArgumentError(
+                f"{_FIELD} of type {other!r} is not supported; there are text, json_object, json_schema and structural_tag",
+                field=f"{_FIELD}.type",
+            )
 
 
 def _object(schema: Any) -> tuple[AnswerGrammar, str]:

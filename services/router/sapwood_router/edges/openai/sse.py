@@ -61,7 +61,7 @@ class CompletionChunks:
         """Tokens sent of each choice; counted only where every chunk tells the usage so far."""
 
     def begin(self) -> bytes:
-        fixed = _encode({**self._fixed, "model": self._contexts[0].model or ""})
+        fixed = _encode({**self._fixed, "model": self._contexts[0].public_model})
         self._head = b"data: " + fixed[:-1] + b',"choices":['
         self._tail = b"}]" + (_NO_USAGE if self._include_usage else b"}\n\n")
         self._usual_head = self._head + b'{"index":0' + self._BEFORE_TEXT

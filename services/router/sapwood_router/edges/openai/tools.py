@@ -14,6 +14,9 @@ from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.types import ChatRequest, Tool
 from sapwood_router.request.context import ToolChoice
 
+_MOST_NAMED = 8
+"""Tools that an error names."""
+
 
 def tools_of(request: ChatRequest, given: Any, left_out: LeftOut) -> str:
     """The tools that the model may call, as JSON; "" where there are none or the client wants no call.
@@ -129,4 +132,6 @@ def _offered(request: ChatRequest) -> frozenset[str]:
 
 def _check_offered(request: ChatRequest, names: Set[str], field: str) -> None:
     if missing := names - _offered(request):
-        raise InvalidArgumentError(f"there is no tool {min(missing)!r} among the tools", field=field)
+        some = ", ".join(sorted(_offered(request))[:_MOST_NAMED])
+        there = f"; there are {some}" if some else ""
+        raise InvalidArgumentError(f"there is no tool {min(missing)!r} among the tools{there}", field=field)

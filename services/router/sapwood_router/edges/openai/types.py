@@ -54,6 +54,7 @@ class GenerationRequest(AnyRequest, kw_only=True):
     structural_tag: str | None = None
     json_schema: Any = None  # named as in llama.cpp; so is the next, which is an object in TGI
     grammar: Any = None
+    lora_path: str | None = None  # the name of an adapter, as in SGLang; `model` may name it, too
     return_token_ids: bool | None = None  # an extension, named as in vLLM; so is the next
     return_tokens_as_token_ids: bool | None = None
 
@@ -71,11 +72,20 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: bool | None = None  # an extension, named as in vLLM
 
 
+class ImageUrl(msgspec.Struct):
+    """Where a picture or a video is, or the file itself as a ``data:`` URL."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(msgspec.Struct):
-    """A part of a message's content; only text is understood."""
+    """A part of a message's content: text, a picture or a video."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
+    video_url: ImageUrl | str | None = None  # an extension, named as in vLLM and SGLang
 
 
 class CalledFunction(msgspec.Struct):
@@ -148,9 +158,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
+    """Where the prompt's tokens came from, and how many are kept in the cache now because the client asked for it."""
 
     cached_tokens: int
+    cache_write_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,20 +13,20 @@ import msgspec
 from sapwood_common.contract.sampling import MOST_LOGPROBS
 from sapwood_common.contract.seeds import Seeds
 from sapwood_common.errors import (
-    InternalError,
     InvalidArgumentError,
     NotFoundError,
     PromptTooLongError,
     RequestCancelledError,
     SapwoodError,
 )
-from sapwood_common.tenants.api_keys import until_revoked
-from sapwood_router.edges.guard import tenant_var
 from sapwood_router.edges.http.errors import error_code, http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut
+from sapwood_router.edges.http.listing import listing
+from sapwood_router.edges.http.metadata import checked_metadata
 from sapwood_router.edges.http1.errors import HttpError
+from sapwood_router.edges.openai.caching import keep_seconds_of
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL, STREAM_SPARED
 from sapwood_router.edges.openai.parameters import (
     TEXT_SAMPLING,
@@ -37,6 +35,7 @@ from sapwood_router.edges.openai.parameters import (
     thinking_variables,
     truncation_of,
 )
+from sapwood_router.edges.responses.background import PATH, Background
 from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
 from sapwood_router.edges.responses.items import (
     Conversation,
@@ -48,11 +47,13 @@ from sapwood_router.edges.responses.items import (
     turn_of,
 )
 from sapwood_router.edges.responses.logprobs import TextLogprobs
-from sapwood_router.edges.responses.store import ResponseStore, StoredResponse, listing
-from sapwood_router.edges.responses.types import Item, ResponsesRequest, TextFormat
-from sapwood_router.edges.sending import Reader, collect, send_events, send_whole
+from sapwood_router.edges.responses.store import ConversationStore, ResponseStore, StoredResponse
+from sapwood_router.edges.responses.tool_loop import MCP, ToolLoop, listed_in, plain_choice, uses_servers
+from sapwood_router.edges.responses.types import Item, ResponsesRequest, TextFormat, Tool
+from sapwood_router.edges.sending import send_events, send_whole, told_headers
 from sapwood_router.edges.telling import Telling
-from sapwood_router.flow.generation import Generation, Pipeline
+from sapwood_router.flow.generation import Pipeline
+from sapwood_router.flow.prepare import settle_model
 from sapwood_router.request.context import (
     AnswerGrammar,
     ChatPrompt,
@@ -67,19 +68,18 @@ from sapwood_router.request.context import (
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
 from sapwood_router.request.validation import check_prompt
+from sapwood_router.tools.mcp_servers import McpServers
 
-PATH = "/v1/responses"
 NEUTRAL: Neutral = {
     "context_management": ([],),
-    "conversation": (),
     "moderation": (),
     "prompt": (),
 }
 """Parameters that are taken only with the values that ask for nothing."""
 SPARED = frozenset({"context_management", "moderation"})
 """Those of them that an answer may be made without."""
-ALSO_IGNORED = frozenset({"max_tool_calls", "client_metadata"})
-"""Parameters of tools that OpenAI runs itself and Sapwood lacks, and Codex's data about itself."""
+ALSO_IGNORED = frozenset({"client_metadata"})
+"""Codex's data about itself."""
 BESIDE = (IGNORED | ALSO_IGNORED | TEXT_SAMPLING) - {"metadata"}
 """Parameters that a request may have beside the fields of its type."""
 _LOGPROBS = "message.output_text.logprobs"
@@ -108,11 +108,18 @@ class ResponsesApi:
 
     Args:
         store: Keeps responses.
+        conversations: Keeps conversations.
+        servers: MCP servers, whose tools requests may use.
+        background: Makes responses that nobody waits for.
     """
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(
+        self, store: ResponseStore, conversations: ConversationStore, servers: McpServers, background: Background
+    ) -> None:
+        self._servers = servers
         self._store = store
-        self._background = Background()
+        self._conversations = conversations
+        self.background = background
 
     async def create(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
         """Answers a request.
@@ -127,32 +134,49 @@ class ResponsesApi:
         tenant = exchange.tenant
         if request.input is None:
             raise InvalidArgumentError("input is required", field="input")
+        checked_metadata(request.metadata)
         conversation, own = await self._conversation(exchange, request)
+        if uses_servers(request, self._servers):
+            await self._answer_with_servers(exchange, request, given, (conversation, own), pipeline, deadline)
+            return
         context = _context(
             request, given, conversation, exchange.request_id, deadline, pipeline.seeds, exchange.left_out
         )
         context.deadline = deadline if stream or request.background else exchange.sooner(deadline)
-        context.caller = exchange.caller(request, given)
+        context.caller, context.keep_seconds = exchange.caller(request, given), keep_seconds_of(given)
         logprobs = None
         if context.sampling.logprobs is not None:
             tokenizer, stint = pipeline.tokenizers.of(request.model).client, pipeline.heavy.stint(tenant)
             logprobs = TextLogprobs(context, Telling(tokenizer, stint))
-        answer = _Answer(request, context, pipeline, keeps=request.store is not False and self._store.keeps)
+        keeps = request.store is not False and self._store.keeps
+        answer = _Answer(request, context, pipeline, keeps=keeps, resumes=exchange.resumes)
         if request.background and (stream or not answer.keeps):
             raise InvalidArgumentError(
                 "background needs store, and is not served with stream", field="stream" if stream else "background"
             )
-        items = msgspec.json.encode(input_items(given["input"], answer.secret)) if answer.keeps else b""
+        asked = input_items(given["input"], answer.secret) if answer.keeps or request.conversation is not None else []
+        items = msgspec.json.encode(asked) if answer.keeps else b""
+        belongs_to = _conversation_id(request)
 
-        def keep(encoded: bytes, turns: tuple[Turn, ...], *, done: bool = True) -> None:
+        async def keep(
+            encoded: bytes, turns: tuple[Turn, ...], *, done: bool = True, output: Sequence[dict[str, Any]] = ()
+        ) -> None:
             previous, background = request.previous_response_id, request.background is True
-            fixed = (answer.response_id, encoded, turns, previous, len(body), items)
-            self._store.put(tenant, StoredResponse(*fixed, done=done, in_background=background))
+            stored = StoredResponse(answer.response_id, encoded, turns, previous, items, done, background)
+            fresh = input_items(
+                [{**item, "id": None} for item in asked], answer.secret
+            )  # ids of this conversation's own
+            added = self._conversations.records(tenant, belongs_to, [*fresh, *output]) if belongs_to and done else ()
+            if answer.keeps:
+                await self._store.put(tenant, stored, added)
+            elif added:
+                await self._conversations.add(tenant, belongs_to, [*fresh, *output])
 
         def written(output: Output, response: dict[str, Any]) -> msgspec.Raw:
             encoded = msgspec.json.encode(response)  # once, for the client and to be kept
-            if answer.keeps:
-                keep(encoded, (*own.turns, turn_of(output)))
+            if answer.keeps or belongs_to:
+                turns = (*own.turns, turn_of(output))
+                exchange.before_last = partial(keep, encoded, turns, output=response["output"])
             return msgspec.Raw(encoded)
 
         if not stream:
@@ -164,14 +188,23 @@ class ResponsesApi:
             if not request.background:
                 await send_whole(exchange, context, pipeline, whole, logprobs)
                 return
+            settle_model(context, pipeline.registry)
             context.model = pipeline.registry.resolve(context.model)
             begun = msgspec.json.encode(answer.begun())
-            keep(begun, tuple(own.turns), done=False)
+            await keep(begun, tuple(own.turns), done=False)
 
-            def failed(error: SapwoodError) -> None:
-                keep(msgspec.json.encode(answer.failed(error)), tuple(own.turns))
+            async def succeeded(output: Output, finish: Finish) -> None:
+                told = () if logprobs is None else logprobs.take()
+                response = answer.ended(finish, answer.items_of(output, finish, told))
+                turns = (*own.turns, turn_of(output))
+                await keep(msgspec.json.encode(response), turns, output=response["output"])
 
-            self._background.begin(tenant, answer.response_id, pipeline, context, whole, failed, logprobs)
+            async def failed(error: SapwoodError) -> None:
+                await keep(msgspec.json.encode(answer.failed(error)), tuple(own.turns))
+
+            await self.background.begin(
+                tenant, answer.response_id, bytes(body), pipeline, context, succeeded, failed, logprobs
+            )
             await exchange.send_body(200, msgspec.json.encode(answer.queued()))
             return
 
@@ -189,6 +222,102 @@ class ResponsesApi:
             # OpenAI says so in the stream, and by that Codex makes its conversation shorter; a 400 is a mistake to it.
             await exchange.send_events(events.begin() + events.fail(error), last=True)
 
+    async def _answer_with_servers(
+        self,
+        exchange: Exchange,
+        request: ResponsesRequest,
+        given: dict[str, Any],
+        conversations: tuple[Conversation, Conversation],
+        pipeline: Pipeline,
+        deadline: float,
+    ) -> None:
+        """Answers a request with tools of MCP servers. A stream has each item whole, as soon as it is made.
+
+        Args:
+            exchange: The request.
+            request, given: Its body.
+            conversations: All that the model reads, and what of it is the request's own.
+            pipeline: Runs the rounds.
+            deadline: Of all of them together.
+
+        Raises:
+            SapwoodError: It is wrong, or it failed.
+        """
+        if request.background or request.top_logprobs or request.include:
+            raise InvalidArgumentError("background, include and top_logprobs are not served with tools of type mcp")
+        conversation, own = conversations
+        tenant, caller = exchange.tenant, exchange.caller(request, given)
+        deadline = deadline if request.stream else exchange.sooner(deadline)
+        tools: list[Tool] = [tool for tool in request.tools or () if tool.type != MCP]
+
+        def make(turns: Sequence[Turn], first: bool) -> RequestContext:
+            talk = Conversation()
+            for path, turn in zip(conversation.paths, conversation.turns, strict=True):
+                talk.add(path, turn)
+            for turn in turns:
+                talk.add("input", turn)
+            choice = plain_choice(request.tool_choice) if first or request.tool_choice == "none" else None
+            each = msgspec.structs.replace(request, tools=tools or None, tool_choice=choice if tools else None)
+            made = _context(each, given, talk, exchange.request_id, deadline, pipeline.seeds, exchange.left_out)
+            made.caller, made.keep_seconds, made.whole = caller, keep_seconds_of(given), True
+            return made
+
+        context = make((), False)
+        settle_model(context, pipeline.registry)
+        context.model = pipeline.registry.resolve(context.model)
+        answer = _Answer(request, context, pipeline, keeps=request.store is not False and self._store.keeps)
+        events = ResponseEvents(answer.items, answer.begun, lambda finish, items: ("", msgspec.Raw()), answer.failed)
+
+        async def tell(index: int, item: dict[str, Any]) -> None:
+            if request.stream:
+                await exchange.send_events(events.whole_item(index, item))
+
+        loop = ToolLoop(request, self._servers, tenant, exchange.request_id, answer.items, tell)
+        known = await self._approvals(tenant, request.input)
+        exchange.on_disconnect(lambda: None)
+        if request.stream:
+            exchange.dialect = StreamDialect(events)
+            await exchange.send_events(events.begin())
+        tools = await loop.offer(listed_in(given["input"]))
+        await loop.answer_approvals([] if isinstance(request.input, str) else request.input or [], known)
+        finish, last = await loop.run(make, pipeline)
+        response = answer.ended(finish, loop.made)
+        encoded = msgspec.json.encode(response)
+        belongs_to = _conversation_id(request)
+        if answer.keeps or belongs_to:
+            asked = input_items(given["input"], answer.secret)
+            turns, previous = (*own.turns, *loop.turns), request.previous_response_id
+            fresh = input_items([{**item, "id": None} for item in asked], answer.secret)
+            added = self._conversations.records(tenant, belongs_to, [*fresh, *loop.made]) if belongs_to else []
+            if answer.keeps:
+                stored = StoredResponse(answer.response_id, encoded, turns, previous, msgspec.json.encode(asked))
+                exchange.before_last = partial(self._store.put, tenant, stored, added)
+            else:
+                exchange.before_last = partial(self._conversations.add, tenant, belongs_to, [*fresh, *loop.made])
+        if request.stream:
+            await exchange.send_events(events.last(response["status"], msgspec.Raw(encoded)), last=True)
+        else:
+            await exchange.send_body(200, encoded, told_headers(exchange.workers, [last]))
+
+    async def _approvals(self, tenant: str, given: str | list[Item] | None) -> dict[str, Item]:
+        """The items in which approval was asked for, by id: those of the input, and those of answers that are kept.
+
+        Raises:
+            NotFoundError: An answer is not kept.
+        """
+        found: dict[str, Item] = {}
+        for number, item in enumerate([] if isinstance(given, str) or given is None else given):
+            if item.type == "mcp_approval_request" and item.id:
+                found[item.id] = item
+            asked = item.approval_request_id if item.type == "mcp_approval_response" else None
+            if asked and asked not in found:
+                response_id, index = response_of(asked)
+                body = (await self._store.get(tenant, response_id, f"input[{number}].approval_request_id")).body
+                items = msgspec.json.decode(body, type=_Outputs).output
+                if index < len(items):
+                    found[asked] = items[index]
+        return found
+
     async def _conversation(self, exchange: Exchange, request: ResponsesRequest) -> tuple[Conversation, Conversation]:
         """All items that the model reads, and which of them are the request's own.
 
@@ -200,11 +329,18 @@ class ResponsesApi:
             conversation.add("instructions", Turn("system", request.instructions))
         if request.previous_response_id is not None:
             field = "previous_response_id"
-            for turn in self._store.history(tenant, request.previous_response_id, field):
+            if request.conversation is not None:
+                raise InvalidArgumentError(f"{field} is not allowed with conversation", field=field)
+            for turn in await self._store.history(tenant, request.previous_response_id, field):
                 conversation.add(field, turn)
         own = Conversation()
+        if known := _conversation_id(request):
+            await self._conversations.get(tenant, known, "conversation")
+            said = msgspec.convert(await self._conversations.items(tenant, known), list[Item])
+            await exchange.in_turns(own.take(said, {}, exchange.left_out, "conversation"))
         if request.input is not None:
-            await exchange.in_turns(own.take(request.input, partial(self._find, tenant, {}), exchange.left_out))
+            found = await self._named_items(tenant, request.input)
+            await exchange.in_turns(own.take(request.input, found, exchange.left_out))
         for path, turn in zip(own.paths, own.turns, strict=True):
             conversation.add(path, turn)
         return conversation, own
@@ -270,16 +406,26 @@ class ResponsesApi:
 
         await send_whole(exchange, context, pipeline, compacted)
 
-    def _find(self, tenant: str, read: dict[str, list[Item]], item_id: str, field: str) -> Item:
-        """An item of an answer that is kept; ``read`` are the items of answers that the same request has named before."""
-        response_id, index = response_of(item_id)
-        items = read.get(response_id)
-        if items is None:
-            body = self._store.get(tenant, response_id, field).body
-            items = read[response_id] = msgspec.json.decode(body, type=_Outputs).output
-        if not 0 <= index < len(items):
-            raise NotFoundError(f"there is no item {item_id[:100]!r}", field=field)
-        return items[index]
+    async def _named_items(self, tenant: str, given: str | list[Item]) -> dict[str, Item]:
+        """The items of answers that are kept, by their ids, as far as an input refers to them.
+
+        Raises:
+            NotFoundError: One is not kept.
+        """
+        found: dict[str, Item] = {}
+        read: dict[str, list[Item]] = {}
+        for number, item in enumerate([] if isinstance(given, str) else given):
+            if item.type != "item_reference" or not item.id:
+                continue
+            field = f"input[{number}].id"
+            response_id, index = response_of(item.id)
+            if response_id not in read:
+                body = (await self._store.get(tenant, response_id, field)).body
+                read[response_id] = msgspec.json.decode(body, type=_Outputs).output
+            if not 0 <= index < len(read[response_id]):
+                raise NotFoundError(f"there is no item {item.id[:100]!r}", field=field)
+            found[item.id] = read[response_id][index]
+        return found
 
     async def show(self, exchange: Exchange) -> None:
         """Gives out a response that is kept, or the items of its input.
@@ -290,7 +436,7 @@ class ResponsesApi:
         response_id, _, below = _id_in(exchange.path).partition("/")
         if below not in ("", _INPUT_ITEMS):
             raise HttpError(404, f"there is no {exchange.path}")
-        kept = self._store.get(exchange.tenant, response_id)
+        kept = await self._store.get(exchange.tenant, response_id)
         if below:
             await exchange.send_body(200, listing(msgspec.json.decode(kept.items), exchange.query))
             return
@@ -309,10 +455,14 @@ class ResponsesApi:
         if below != _CANCEL:
             raise HttpError(404, f"{exchange.path} takes no POST; a response does at {PATH}/ID/{_CANCEL}")
         tenant = exchange.tenant
-        if not self._store.get(tenant, response_id).in_background:
+        if not (await self._store.get(tenant, response_id)).in_background:
             raise InvalidArgumentError("only a response in the background can be cancelled", field="response_id")
-        await self._background.cancel(tenant, response_id)
-        await exchange.send_body(200, self._store.get(tenant, response_id).body)
+        if await self.background.cancel(tenant, response_id):
+            kept = await self._store.get(tenant, response_id)
+            told = {**msgspec.json.decode(kept.body), "status": "cancelled"}
+            cancelled = msgspec.structs.replace(kept, body=msgspec.json.encode(told), done=True)
+            await self._store.put(tenant, cancelled)
+        await exchange.send_body(200, (await self._store.get(tenant, response_id)).body)
 
     async def delete(self, exchange: Exchange) -> None:
         """Forgets a response.
@@ -321,9 +471,9 @@ class ResponsesApi:
             NotFoundError: It is not kept.
         """
         response_id = _id_in(exchange.path)
-        self._store.get(exchange.tenant, response_id)
-        await self._background.cancel(exchange.tenant, response_id)
-        self._store.delete(exchange.tenant, response_id)
+        await self._store.get(exchange.tenant, response_id)
+        await self.background.cancel(exchange.tenant, response_id)
+        await self._store.delete(exchange.tenant, response_id)
         told = {"id": response_id, "object": "response", "deleted": True}
         await exchange.send_body(200, msgspec.json.encode(told))
 
@@ -331,8 +481,10 @@ class ResponsesApi:
 class _Answer:
     """Makes the response of one request, at each moment of its life."""
 
-    def __init__(self, request: ResponsesRequest, context: RequestContext, pipeline: Pipeline, *, keeps: bool) -> None:
-        secret = self.secret = secrets.token_hex(16)
+    def __init__(
+        self, request: ResponsesRequest, context: RequestContext, pipeline: Pipeline, *, keeps: bool, resumes: str = ""
+    ) -> None:
+        secret = self.secret = resumes.removeprefix("resp_") or secrets.token_hex(16)
         self.response_id = f"resp_{secret}"
         self.items = ItemMaker(secret)
         self.keeps = keeps
@@ -354,7 +506,7 @@ class _Answer:
         usage = finish.usage
         told = {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.written_tokens},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
@@ -388,7 +540,7 @@ class _Answer:
         return made
 
     def _make(self, status: str, items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        request, model = self._request, self._context.model or ""
+        request, model = self._request, self._context.public_model
         sampling = self._context.sampling.applied(self._registry.sampling_defaults(model))
         reasoning = request.reasoning
         return {
@@ -410,12 +562,13 @@ class _Answer:
             "temperature": sampling.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-            "tools": request.tools or [],
+            "tools": [_without_secrets(tool) for tool in request.tools or ()],
             "top_logprobs": sampling.logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": request.truncation or "disabled",
             "usage": None,
             "metadata": request.metadata or {},
+            **({"conversation": {"id": belongs_to}} if (belongs_to := _conversation_id(request)) else {}),
             **more,
         }
 
@@ -432,6 +585,18 @@ def _output_of(items: list[dict[str, Any]]) -> Output:
             call = ToolCallDelta(len(made.tool_calls), item["call_id"], item["name"], item["arguments"])
             made.tool_calls.append(call)
     return made
+
+
+def _conversation_id(request: ResponsesRequest) -> str:
+    """The conversation that a request goes on with; "": none."""
+    if request.conversation is None:
+        return ""
+    return request.conversation if isinstance(request.conversation, str) else request.conversation.id
+
+
+def _without_secrets(tool: Tool) -> Tool:
+    """A tool as an answer tells it, and as it is kept: without what only its server is to see."""
+    return msgspec.structs.replace(tool, headers=None, authorization=None)
 
 
 def _id_in(path: str) -> str:
@@ -465,6 +630,7 @@ def _context(
         tool_name="tool_choice.name",
         template_variables="chat_template_kwargs",
         turns=tuple(conversation.paths),
+        items="content",
         tool="",
     )
     tools, choice = tools_of(request, left_out)
@@ -528,70 +694,3 @@ def _template_variables(request: ResponsesRequest) -> str:
     variables |= thinking_variables(request)
     variables |= request.chat_template_kwargs or {}
     return msgspec.json.encode(variables).decode() if variables else ""
-
-
-logger = logging.getLogger(__name__)
-
-
-class Background:
-    """The responses that are being made."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, str], tuple[asyncio.Task[None], list[Generation]]] = {}
-        """Tenant and id -> the task, and the run once there is one."""
-
-    def begin(
-        self,
-        tenant: str,
-        response_id: str,
-        pipeline: Pipeline,
-        context: RequestContext,
-        ended: Callable[[Output, Finish], object],
-        failed: Callable[[SapwoodError], None],
-        reader: Reader | None,
-    ) -> None:
-        """Begins to make one.
-
-        Args:
-            tenant: Whose it is.
-            response_id: Its id.
-            pipeline: Runs it.
-            context: The request.
-            ended: Takes its output at its end.
-            failed: Takes the error if it has none.
-            reader: Sees the output first.
-        """
-        runs: list[Generation] = []
-        key = tenant_var.get()
-
-        async def make() -> None:
-            try:
-                with until_revoked(key):
-                    runs.extend(await pipeline.open_all([context]))
-                    (whole,) = await collect(runs)
-                    assert whole.finish is not None, "a run ends with a finish or an error"
-                    if reader is not None:
-                        await reader.read(whole)
-                    ended(whole.output, whole.finish)
-            except SapwoodError as error:
-                failed(error)
-            except Exception:
-                logger.exception("response %s failed", response_id)
-                failed(InternalError("internal error; the router's log has the details"))
-            finally:
-                pipeline.close_all(runs)
-                del self._made[tenant, response_id]
-
-        self._made[tenant, response_id] = asyncio.create_task(make(), name=f"response {response_id}"), runs
-
-    async def cancel(self, tenant: str, response_id: str) -> None:
-        """Ends one early and returns once it is kept; does nothing if it has ended."""
-        made = self._made.get((tenant, response_id))
-        if made is None:
-            return
-        task, runs = made
-        if not runs:
-            await asyncio.sleep(0)  # it begins with the next turn of the event loop
-        for run in runs:
-            run.abort()
-        await asyncio.wait([task])

@@ -93,6 +93,14 @@ class ResponseEvents:
         """What ends a stream that fails."""
         return self._event("response.failed", response=self._failed(error))
 
+    def whole_item(self, index: int, item: dict[str, Any]) -> bytes:
+        """What tells of an item that is made in one piece."""
+        return b"".join(self._event(kind, **fields) for kind, fields in events_of(index, item))
+
+    def last(self, status: str, response: object) -> bytes:
+        """What ends a stream of such items."""
+        return self._event(f"response.{status}", response=response)
+
     def _text(self, kind: str, text: str) -> bytes:
         written = b""
         if self._open is None or self._open.kind != kind:
@@ -181,3 +189,44 @@ class StreamDialect(OpenAIDialect):
 
     def event(self, error: SapwoodError, request_id: str) -> bytes:
         return self._events.fail(error)
+
+
+def events_of(index: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The events that tell of a whole item: their kinds and fields."""
+    at = {"item_id": item["id"], "output_index": index}
+    added = {**item, "status": "in_progress"} if "status" in item else item
+    told: list[tuple[str, dict[str, Any]]] = []
+    match item["type"]:
+        case "message" | "reasoning" as kind:
+            name = "output_text" if kind == "message" else "reasoning_text"
+            (part,) = item["content"]
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            added = {**added, "content": []}
+            told = [
+                ("response.content_part.added", {**at, "content_index": 0, "part": {**part, "text": ""}}),
+                (f"response.{name}.delta", {**at, "content_index": 0, "delta": part["text"], **more}),
+                (f"response.{name}.done", {**at, "content_index": 0, "text": part["text"], **more}),
+                ("response.content_part.done", {**at, "content_index": 0, "part": part}),
+            ]
+        case "function_call":
+            told = [
+                ("response.function_call_arguments.delta", {**at, "delta": item["arguments"]}),
+                (
+                    "response.function_call_arguments.done",
+                    {**at, "name": item["name"], "arguments": item["arguments"]},
+                ),
+            ]
+        case "mcp_call":
+            told = [
+                ("response.mcp_call.in_progress", at),
+                ("response.mcp_call_arguments.delta", {**at, "delta": item["arguments"]}),
+                ("response.mcp_call_arguments.done", {**at, "arguments": item["arguments"]}),
+                (f"response.mcp_call.{item['status']}", at),
+            ]
+        case "mcp_list_tools":
+            told = [("response.mcp_list_tools.in_progress", at), ("response.mcp_list_tools.completed", at)]
+    return [
+        ("response.output_item.added", {"output_index": index, "item": added}),
+        *told,
+        ("response.output_item.done", {"output_index": index, "item": item}),
+    ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_net.pacing.steps import Steps
@@ -14,7 +15,7 @@ from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.tools import leave_out_tool
 from sapwood_router.edges.responses.types import Item, Part, ResponsesRequest, Tool
 from sapwood_router.request.arguments import arguments_text
-from sapwood_router.request.context import ToolCall, ToolChoice, Turn
+from sapwood_router.request.context import PictureSource, ToolCall, ToolChoice, Turn
 from sapwood_router.request.output import Output
 from sapwood_router.request.validation import check_arguments
 
@@ -25,6 +26,8 @@ _INDEX = 4
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _ASIDE = ("additional_tools", "compaction_trigger", "configuration")
 """Kinds of items that say nothing to the model."""
+_OF_SERVERS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
+"""Kinds of items about MCP servers that the model does not read: it sees the tools, and the calls that were made."""
 COMPACTED = ("compaction", "compaction_summary")
 """Kinds of items that stand for a conversation."""
 SUMMARY = "The conversation so far, in short:"
@@ -62,31 +65,41 @@ class Conversation:
             self._turns.append([turn])
             self.paths.append(path)
 
-    def take(self, given: str | Sequence[Item], find: Callable[[str, str], Item], left_out: LeftOut) -> Steps[None]:
+    def take(
+        self, given: str | Sequence[Item], found: Mapping[str, Item], left_out: LeftOut, field: str = "input"
+    ) -> Steps[None]:
         """The input of a request, an item a step.
 
         Args:
             given: The input.
-            find: Finds the item of an earlier answer by its id; its second argument is the client's name of that.
+            found: The items of earlier answers to which the input refers, by id.
             left_out: Takes calls of tools that nothing here runs, and their results.
+            field: The client's name of the input.
 
         Raises:
             InvalidArgumentError: The input has a field that is not understood.
             NotFoundError: The input refers to an item that is not kept.
         """
         if isinstance(given, str):
-            self.add("input", Turn("user", given))
+            self.add(field, Turn("user", given))
             return
-        self._joins_users = any(item.type in COMPACTED for item in given)
+        self._joins_users = self._joins_users or any(item.type in COMPACTED for item in given)
         for index, item in enumerate(given):
-            path = f"input[{index}]"
+            path = f"{field}[{index}]"
             if item.type == "item_reference":
-                item = find(_needed(item.id, f"{path}.id"), f"{path}.id")
+                item = found[_needed(item.id, f"{path}.id")]
             if item.type in COMPACTED:
                 if (summary := summary_in(item.encrypted_content)) is not None:
                     self.add(path, Turn("user", f"{SUMMARY}\n{summary}"))
                 else:  # another server's
                     left_out.value(f"{path}.type", item.type, f"{path} was compacted elsewhere")
+            elif item.type == "mcp_call" and item.server_label and item.name:
+                call = ToolCall(item.id or path, f"{item.server_label}:{item.name}", _arguments(item, path))
+                self.add(path, Turn("assistant", None, tool_calls=(call,)))
+                result = item.output if isinstance(item.output, str) else f"The call failed: {item.error}"
+                self.add(path, Turn("tool", result, tool_call_id=call.id))
+            elif item.type in _OF_SERVERS:
+                pass
             elif _is_foreign(item.type):
                 left_out.value(f"{path}.type", item.type, f"items of type {item.type!r} are not supported")
             else:
@@ -102,6 +115,9 @@ def _merged(parts: Sequence[Turn]) -> Turn:
         _joined(part.content for part in parts),
         tool_calls=tuple(call for part in parts for call in part.tool_calls),
         reasoning=_joined(part.reasoning for part in parts),
+        items=tuple(item for part in parts for item in part.items or (() if part.content is None else (part.content,)))
+        if any(part.items for part in parts)
+        else (),
     )
 
 
@@ -115,8 +131,11 @@ def _turn(item: Item, path: str) -> Turn:
         case "message":
             role = _ROLES.get(item.role or "")
             if role is None:
-                raise InvalidArgumentError(f"role {item.role!r} is not supported", field=f"{path}.role")
-            return Turn(role, _text(item.content, f"{path}.content"))
+                raise InvalidArgumentError(
+                    f"role {item.role!r} is not supported; there are user, assistant, system and developer",
+                    field=f"{path}.role",
+                )
+            return _shown(role, item.content, f"{path}.content", path)
         case "reasoning":  # what another server has encrypted nobody can read
             return Turn("assistant", None, reasoning=_text(item.content or "", f"{path}.content") or None)
         case "function_call":
@@ -124,9 +143,14 @@ def _turn(item: Item, path: str) -> Turn:
             return Turn("assistant", None, tool_calls=(ToolCall(call_id, name, _arguments(item, path)),))
         case "function_call_output":
             call_id = _needed(item.call_id, f"{path}.call_id")
-            return Turn("tool", _text(item.output, f"{path}.output"), tool_call_id=call_id)
+            turn = _shown("tool", item.output, f"{path}.output", path)
+            return replace(turn, tool_call_id=call_id)
         case other:
-            raise InvalidArgumentError(f"items of type {other!r} are not supported", field=f"{path}.type")
+            raise InvalidArgumentError(
+                f"items of type {other!r} are not supported; there are message, reasoning, function_call and "
+                "function_call_output",
+                field=f"{path}.type",
+            )
 
 
 def _is_foreign(kind: str) -> bool:
@@ -163,7 +187,8 @@ def input_items(given: Any, secret: str) -> list[dict[str, Any]]:
         given = [{"role": "user", "content": given}]
     items: list[dict[str, Any]] = []
     for index, item in enumerate(given):
-        made = {"id": f"msg_{secret}i{index:x}", "type": "message", **item}
+        made = {"type": "message", **item}
+        made["id"] = item.get("id") or f"msg_{secret}i{index:x}"
         if made["type"] == "message":
             kind = "output_text" if made.get("role") == "assistant" else "input_text"
             if isinstance(made.get("content"), str):
@@ -183,6 +208,23 @@ def _arguments(item: Item, path: str) -> str:
     text = arguments_text(item.arguments)
     check_arguments(text, f"{path}.arguments")
     return text
+
+
+def _shown(role: str, content: str | list[Part] | None, field: str, path: str) -> Turn:
+    """What somebody says, with the pictures that he shows."""
+    if not isinstance(content, list) or all(part.type != "input_image" for part in content):
+        return Turn(role, _text(content, field))
+    if role not in ("user", "tool"):
+        raise InvalidArgumentError(f"a picture is not supported in a message of role {role!r}", field=f"{path}.role")
+    items: list[str | PictureSource] = []
+    for index, part in enumerate(content):
+        if part.type != "input_image":
+            items.append(_text([part], f"{field}[{index}]"))
+        elif part.image_url is None:  # a file that was sent before
+            raise InvalidArgumentError("image_url is required", field=f"{field}[{index}].image_url")
+        else:
+            items.append(PictureSource(part.image_url, part.detail or ""))
+    return Turn(role, BETWEEN_TEXTS.join(item for item in items if isinstance(item, str)), items=tuple(items))
 
 
 def _text(content: str | list[Part] | None, path: str) -> str:
@@ -232,6 +274,10 @@ class ItemMaker:
         """The item with this index, which is a call of a function."""
         made = {"id": self._id("fc", index), "type": "function_call", "call_id": call_id, "name": name}
         return {**made, "arguments": arguments, "status": status}
+
+    def of_kind(self, prefix: str, index: int, kind: str, **fields: Any) -> dict[str, Any]:
+        """The item with this index, of any kind; its id begins with ``prefix``."""
+        return {"id": self._id(prefix, index), "type": kind, **fields}
 
     def _id(self, kind: str, index: int) -> str:
         return f"{kind}_{self._secret}{index:0{_INDEX}x}"
@@ -288,7 +334,7 @@ def tools_of(request: ResponsesRequest, left_out: LeftOut) -> tuple[str, ToolCho
             return _json(offered), ToolChoice(required=True, name=name)
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]} if allowed:
             kinds = {tool.type for tool in request.tools}
-            wanted = [_name(tool) for tool in allowed if not _is_left_out(tool, kinds)]
+            wanted = {_name(tool): None for tool in allowed if not _is_left_out(tool, kinds)}
             _check_offered(wanted, names, "tool_choice.tools")
             shown = [tool for tool in offered if tool["function"]["name"] in wanted]
             return _json(shown), ToolChoice(required=mode == "required" and bool(shown))
@@ -323,7 +369,7 @@ def _name(tool: Any) -> str:
     raise InvalidArgumentError('it must be {"type": "function", "name": ...}', field="tool_choice.tools")
 
 
-def _check_offered(wanted: Sequence[str], offered: set[str], field: str) -> None:
+def _check_offered(wanted: Iterable[str], offered: set[str], field: str) -> None:
     for name in wanted:
         if name not in offered:
             raise InvalidArgumentError(f"there is no tool {name!r} among the tools", field=field)

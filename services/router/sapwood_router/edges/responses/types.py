@@ -17,6 +17,8 @@ class Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
 
 
 class Item(msgspec.Struct):
@@ -31,16 +33,28 @@ class Item(msgspec.Struct):
     arguments: str | dict[str, Any] | None = None
     output: str | list[Part] | None = None
     encrypted_content: str | None = None
+    server_label: str | None = None
+    error: Any = None
+    approval_request_id: str | None = None
+    approve: bool | None = None
+    reason: str | None = None
 
 
 class Tool(msgspec.Struct, omit_defaults=True):
-    """A tool on offer; only functions are understood."""
+    """A tool on offer: a function, or the tools of an MCP server, to which the fields from ``server_label`` on belong."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    server_label: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
+    server_url: str | None = None
+    server_description: str | None = None
+    headers: dict[str, str] | None = None
+    authorization: str | None = None
+    allowed_tools: Any = None
+    require_approval: Any = None
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -67,6 +81,12 @@ class Reasoning(msgspec.Struct):
     summary: str | None = None
 
 
+class ConversationId(msgspec.Struct):
+    """The conversation that a request goes on with."""
+
+    id: str
+
+
 class ResponsesRequest(AnyRequest, kw_only=True):
     """``POST /v1/responses``; ``chat_template_kwargs`` and those after it are extensions, named as in chats."""
 
@@ -76,6 +96,7 @@ class ResponsesRequest(AnyRequest, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Any = None  # a string or an object: told apart in tools.py
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
@@ -84,6 +105,7 @@ class ResponsesRequest(AnyRequest, kw_only=True):
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationId | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None

@@ -13,7 +13,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.sending import Running, collect, send_events, told_headers, with_resumptions
-from sapwood_router.edges.sglang.logprobs import LogprobsWish, Told, tell, wish_of
+from sapwood_router.edges.sglang.logprobs import LogprobsWish, StreamedLogprobs, Told, tell, wish_of
 from sapwood_router.edges.sglang.request import IGNORED, NEUTRAL, GenerateRequest, contexts_of, is_prompt_only
 from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext
@@ -23,7 +23,8 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class MetaInfo(Told, kw_only=True):
-    """The metadata of an answer; ``finish_reason`` is null while it is generated."""
+    """The metadata of an answer; ``finish_reason`` is null while it is generated. ``weight_version`` is that of the last token;
+    where several weights have computed it, ``weight_versions`` has each with its first token's place."""
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -31,6 +32,8 @@ class MetaInfo(Told, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float
+    weight_version: str | msgspec.UnsetType = msgspec.UNSET
+    weight_versions: list[tuple[int, str]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Generated(msgspec.Struct):
@@ -62,11 +65,15 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         return
     if prompt_only:
         raise InvalidArgumentError("a stream has at least one token", field="sampling_params.max_new_tokens")
-    if wish is not None:
-        raise InvalidArgumentError("log probabilities are not served with stream", field="return_logprob")
+    if wish is not None and wish.start >= 0:
+        raise InvalidArgumentError("a stream tells of the answer's tokens only", field="logprob_start_len")
     if len(contexts) > 1:
         raise InvalidArgumentError("a stream is of one prompt and one answer", field="stream")
-    await send_events(exchange, contexts, pipeline, _TextSoFar(contexts[0]))
+    logprobs = None
+    if wish is not None:
+        client = pipeline.tokenizers.of(pipeline.registry.resolve(request.model)).client
+        logprobs = StreamedLogprobs(contexts[0], wish, client, pipeline.heavy.stint(exchange.tenant))
+    await send_events(exchange, contexts, pipeline, _TextSoFar(contexts[0], logprobs), logprobs)
 
 
 async def _send_whole(
@@ -98,8 +105,9 @@ async def _send_whole(
 class _TextSoFar:
     """Implements :class:`Events`: each event has the whole text so far, as SGLang sends it."""
 
-    def __init__(self, context: RequestContext) -> None:
+    def __init__(self, context: RequestContext, logprobs: StreamedLogprobs | None) -> None:
         self._context = context
+        self._logprobs = logprobs
         self._text = ""
         self._ids: list[int] = []
 
@@ -117,7 +125,10 @@ class _TextSoFar:
         return (with_resumptions(self._event(finish), resumptions) + _DONE,)
 
     def _event(self, finish: Finish | None) -> bytes:
-        return b"data: %b\n\n" % msgspec.json.encode(_generated(self._context, self._text, self._ids, finish))
+        answer = _generated(self._context, self._text, self._ids, finish)
+        if self._logprobs is not None:
+            self._logprobs.tell(answer.meta_info)
+        return b"data: %b\n\n" % msgspec.json.encode(answer)
 
 
 def _generated(context: RequestContext, text: str, token_ids: list[int], finish: Finish | None) -> Generated:
@@ -131,6 +142,8 @@ def _generated(context: RequestContext, text: str, token_ids: list[int], finish:
             completion_tokens=len(token_ids) if finish is None else finish.usage.completion_tokens,
             cached_tokens=context.cached_tokens,
             e2e_latency=time.perf_counter() - context.started,
+            weight_version=context.weight_versions[-1][1] if context.weight_versions else msgspec.UNSET,
+            weight_versions=context.weight_versions if len(context.weight_versions) > 1 else msgspec.UNSET,
         ),
     )
 

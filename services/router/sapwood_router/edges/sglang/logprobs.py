@@ -1,5 +1,7 @@
 """``return_logprob`` of ``/generate``: how likely tokens were, each as log probability, id and text.
 
+In a stream the texts are whole so far, but each event tells of its own tokens alone, as SGLang's do.
+
 The log probabilities are the model's own, before temperature and penalties, as everywhere here.
 """
 
@@ -14,7 +16,7 @@ from sapwood_net.pacing.heavy_work import Stint
 from sapwood_router.edges.http.json_list import JsonList
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.edges.telling import Telling
-from sapwood_router.request.context import Likelihoods, RequestContext
+from sapwood_router.request.context import Delta, Likelihoods, RequestContext
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_text.vocabulary import Vocabulary
 
@@ -47,7 +49,9 @@ class LogprobsWish(msgspec.Struct, frozen=True):
 
     def settings(self) -> dict[str, int | None]:
         """The same as sampling settings."""
-        return {"logprobs": self.top, "prompt_logprobs": None if self.start < 0 else self.top}
+        if self.start < 0:
+            return {"logprobs": self.top}
+        return {"logprobs": self.top, "prompt_logprobs": self.top, "prompt_logprobs_start": self.start}
 
 
 class Told(msgspec.Struct, kw_only=True):
@@ -57,6 +61,7 @@ class Told(msgspec.Struct, kw_only=True):
     output_token_logprobs: list[Likelihood] | msgspec.UnsetType = msgspec.UNSET
     input_top_logprobs: list[list[Likelihood] | None] | msgspec.UnsetType = msgspec.UNSET
     output_top_logprobs: list[list[Likelihood]] | msgspec.UnsetType = msgspec.UNSET
+    output_token_logprobs_length: int | msgspec.UnsetType = msgspec.UNSET
 
 
 def wish_of(request: LogprobsRequest) -> LogprobsWish | None:
@@ -96,7 +101,9 @@ async def tell(
         SapwoodError: The tokenizer does not say what the tokens are.
     """
     prompt = context.token_ids[wish.start :] if wish.start >= 0 else []
-    of_prompt: list[Likelihoods | None] = [None, *context.prompt_logprobs[wish.start :]] if prompt else []
+    of_prompt: list[Likelihoods | None] = []
+    if prompt:
+        of_prompt = [None, *context.prompt_logprobs[len(context.prompt_logprobs) - len(prompt) + 1 :]]
     of_answer = context.logprobs[: len(token_ids)]
     vocabulary: Vocabulary | None = None
     telling = Telling(tokenizer, stint)
@@ -117,6 +124,43 @@ async def tell(
     told.input_token_logprobs, told.output_token_logprobs = lists[0].take(), lists[2].take()
     if wish.top:
         told.input_top_logprobs, told.output_top_logprobs = lists[1].take(), lists[3].take()
+
+
+class StreamedLogprobs:
+    """Implements :class:`~sapwood_router.edges.sending.Reader`: each event tells of its own tokens, and how many that is so far.
+
+    Args:
+        context: The request.
+        wish: What is wanted.
+        tokenizer: Knows tokens' texts.
+        stint: Whose turns long pieces have.
+    """
+
+    silent = False
+
+    def __init__(self, context: RequestContext, wish: LogprobsWish, tokenizer: TokenizerClient, stint: Stint) -> None:
+        self._context = context
+        self._wish = wish
+        self._telling = Telling(tokenizer, stint)
+        self._tokens: list[Likelihood] = []
+        self._alternatives: list[list[Likelihood]] = []
+        self._count = 0
+
+    async def read(self, delta: Delta) -> None:
+        """Raises SapwoodError if the tokenizer does not say what the tokens are."""
+        vocabulary = await self._telling.vocabulary(self._context) if self._wish.texts else None
+        async for ids, found in self._telling.pieces(delta.token_ids, delta.logprobs):
+            pairs = [(token, each) for token, each in zip(ids, found, strict=True) if each is not None]
+            self._tokens += [_likelihood(each.logprob, token, vocabulary) for token, each in pairs]
+            self._alternatives += [_alternatives(each, vocabulary) for _, each in pairs]
+
+    def tell(self, told: Told) -> None:
+        """Fills the next event: it has what was read since the last one."""
+        self._count += len(self._tokens)
+        told.output_token_logprobs, told.output_token_logprobs_length = self._tokens, self._count
+        if self._wish.top:
+            told.output_top_logprobs = self._alternatives
+        self._tokens, self._alternatives = [], []
 
 
 def _alternatives(found: Likelihoods, vocabulary: Vocabulary | None) -> list[Likelihood]:

@@ -21,10 +21,12 @@ from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.context import (
     AnswerGrammar,
     FieldNames,
+    PictureSource,
     Prompt,
     RequestContext,
     TextPrompt,
     TokenPrompt,
+    picture_file,
     unique_id,
 )
 from sapwood_router.request.output import OutputOptions
@@ -37,11 +39,9 @@ MOST_CHOICES = 1024
 NEUTRAL: Neutral = {
     "token_ids_logprob": (),
     "input_embeds": (),
-    "image_data": ([],),
     "audio_data": ([],),
     "video_data": ([],),
     "modalities": ([],),
-    "lora_path": ("",),
     "session_params": ({},),
     "custom_logit_processor": ("",),
     "return_hidden_states": (False,),
@@ -72,6 +72,8 @@ class GenerateRequest(LogprobsRequest, kw_only=True):
     input_ids: list[Any] | None = None  # token ids, or lists of them: told apart below
     sampling_params: dict[str, Any] | None = None
     stream: bool | None = None
+    lora_path: str | list[str | None] | None = None
+    image_data: Any = None  # a picture, a list of a text's, or a list of such lists: told apart below
 
 
 class _Settings(msgspec.Struct):
@@ -88,6 +90,7 @@ class _Settings(msgspec.Struct):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    token_healing: bool | None = None  # an extension
 
 
 def is_prompt_only(settings: Mapping[str, Any] | None) -> bool:
@@ -112,6 +115,7 @@ async def contexts_of(
     count = 1 if settings.n is None else settings.n
     if len(named) * max(1, count) > MOST_CHOICES:
         raise InvalidArgumentError(f"at most {MOST_CHOICES} answers a request", field=named[-1][0])
+    loras = _loras(request, len(named))
     output = OutputOptions(
         stop=tuple(stop),
         skip_special_tokens=settings.skip_special_tokens is not False,
@@ -120,7 +124,7 @@ async def contexts_of(
     sampling: SamplingParams | None = None
     contexts: list[RequestContext] = []
     piece = 0
-    for name, prompt in named:
+    for (name, prompt), lora in zip(named, loras, strict=True):
         if len(contexts) - piece >= A_FEW:
             piece = len(contexts)
             await pipeline.heavy.turn(exchange.tenant, goes_on=True)
@@ -130,6 +134,9 @@ async def contexts_of(
             max_tokens=f"{_SETTINGS}max_new_tokens",
             grammar=grammar_field,
             stop=f"{_SETTINGS}stop",
+            lora="lora_path",
+            pictures=name.replace("text", "image_data", 1),
+            healing=f"{_SETTINGS}token_healing",
         )
         if sampling is None:
             sampling = _sampling(given, settings, fields, seeds, wish)
@@ -147,6 +154,8 @@ async def contexts_of(
                 model=request.model,
                 whole=not request.stream,
                 grammar=grammar,
+                heals=settings.token_healing is True,
+                lora=lora,
             )
             for each in continuations(sampling, count, fields)
         ]
@@ -200,12 +209,21 @@ def _grammar(settings: _Settings) -> tuple[AnswerGrammar | None, str]:
 def _prompts(request: GenerateRequest) -> list[tuple[str, Prompt]]:
     """The prompts, each with the client's name of it."""
     if (request.text is None) == (request.input_ids is None):
-        raise InvalidArgumentError("either text or input_ids is required", field="text")
+        both = "" if request.text is None else ", and both are given"
+        raise InvalidArgumentError(f"either text or input_ids is required{both}", field="text")
+    if request.image_data and request.text is None:
+        raise InvalidArgumentError("image_data goes with text", field="image_data")
     if isinstance(request.text, str):
-        return [("text", TextPrompt(request.text))]
+        return [("text", TextPrompt(request.text, pictures=_pictures(request.image_data, "image_data")))]
     if request.text is not None:
         _check_some(request.text, "text")
-        return [(f"text[{index}]", TextPrompt(text)) for index, text in enumerate(request.text)]
+        shown = request.image_data or [None] * len(request.text)
+        if not isinstance(shown, list) or len(shown) != len(request.text):
+            raise InvalidArgumentError("image_data has a list for each text", field="image_data")
+        return [
+            (f"text[{index}]", TextPrompt(text, pictures=_pictures(images, f"image_data[{index}]")))
+            for index, (text, images) in enumerate(zip(request.text, shown, strict=True))
+        ]
     assert request.input_ids is not None
     if request.input_ids and are_tokens(request.input_ids):
         return [("input_ids", TokenPrompt(request.input_ids))]
@@ -214,6 +232,29 @@ def _prompts(request: GenerateRequest) -> list[tuple[str, Prompt]]:
         if not (isinstance(item, list) and item and are_tokens(item)):
             raise InvalidArgumentError("it must be token ids", field=f"input_ids[{index}]")
     return [(f"input_ids[{index}]", TokenPrompt(item)) for index, item in enumerate(request.input_ids)]
+
+
+def _pictures(given: Any, field: str) -> tuple[PictureSource, ...]:
+    """A text's pictures: URLs or base64, or objects with a ``url``."""
+    images = given if isinstance(given, list) else [] if given is None else [given]
+    found = []
+    for index, image in enumerate(images):
+        name = f"{field}[{index}]" if isinstance(given, list) else field
+        url = image.get("url") if isinstance(image, dict) else image
+        if not isinstance(url, str):
+            raise InvalidArgumentError("a picture is a URL or base64", field=name)
+        found.append(PictureSource(url) if ":" in url[:8] else picture_file(url, name))
+    return tuple(found)
+
+
+def _loras(request: GenerateRequest, count: int) -> list[str]:
+    """The name of each prompt's adapter; empty: none. It is a name, whatever SGLang calls it: clients load nothing by it."""
+    given = request.lora_path
+    if not isinstance(given, list):
+        return [given or ""] * count
+    if len(given) != count:
+        raise InvalidArgumentError(f"there are {count} prompts and {len(given)} adapters", field="lora_path")
+    return [each or "" for each in given]
 
 
 def _check_some(prompts: list[Any], field: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from sapwood_common.errors import UnimplementedError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.routes import Ask, Post, Route
 from sapwood_router.edges.sglang.control import Control
@@ -22,6 +23,18 @@ class ModelInfo(msgspec.Struct):
     model_path: str
     tokenizer_path: str
     is_generation: bool = True
+
+
+async def refuse_concatenation(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Refuses to join requests' keys and values: an answer would not be the one to the joined text.
+
+    Raises:
+        UnimplementedError: Always.
+    """
+    raise UnimplementedError(
+        "requests' keys and values are not joined; SGLang's language joins texts with "
+        "sglang.global_config.enable_parallel_encoding = False"
+    )
 
 
 def sglang_routes(
@@ -54,6 +67,14 @@ def sglang_routes(
         ),
     ]
     routes += Control(pipeline, status, steering).routes()
+    routes.append(
+        Post(
+            "/concate_and_append_request",
+            refuse_concatenation,
+            summary="Is refused: keys and values that were computed at other places are not joined",
+            takes=(),
+        )
+    )
     if steering is not None:
         flush = steering.flush
 

@@ -19,7 +19,7 @@ _TYPES = {
     ".svg": b"image/svg+xml",
 }
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
     b"form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 """Nothing from elsewhere, nothing inline, and no way to make markup or code of text."""

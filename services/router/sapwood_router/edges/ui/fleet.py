@@ -10,6 +10,7 @@ from sapwood_common.models.packaged import model_hint
 from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.origins import Origins
+from sapwood_router.flow.adapters import adapter_states
 from sapwood_router.flow.generation import Pipeline
 from sapwood_router.observe.status import RouterState, WorkerState
 
@@ -23,6 +24,15 @@ class ModelView(msgspec.Struct):
     context_length: int
     workers: int
     hint: str
+
+
+class LoraView(msgspec.Struct):
+    """An adapter, as ``ListModels`` shows it to every client, and this router's requests with it that are running."""
+
+    name: str
+    model: str
+    workers: int
+    running: int
 
 
 class WorkerRow(msgspec.Struct):
@@ -39,6 +49,11 @@ class WorkerRow(msgspec.Struct):
     cache_used: float | None
     hit_rate: float | None
     tokens_per_second: float
+    role: str
+    host_used: float | None
+    cache_tokens: int
+    context_length: int
+    weights: str
 
 
 class RouterView(msgspec.Struct):
@@ -59,6 +74,7 @@ class FleetAnswer(msgspec.Struct):
 
     models: list[ModelView]
     router: RouterView | None
+    loras: list[LoraView]
 
 
 class FleetPage:
@@ -94,7 +110,11 @@ class FleetPage:
             for model, workers in sorted(self._registry.models().items())
         ]
         router = None if self._status is None else _view(self._status())
-        await exchange.send_body(200, msgspec.json.encode(FleetAnswer(models, router)), _HEADERS)
+        loras = [
+            LoraView(each.name, each.model, len(each.workers), each.in_flight)
+            for each in adapter_states(self._registry.loras)
+        ]
+        await exchange.send_body(200, msgspec.json.encode(FleetAnswer(models, router, loras)), _HEADERS)
 
 
 def _view(state: RouterState) -> RouterView:
@@ -111,6 +131,7 @@ def _view(state: RouterState) -> RouterView:
 
 
 def _row(worker: WorkerState) -> WorkerRow:
+    load = worker.load
     return WorkerRow(
         address=worker.address,
         model=worker.model,
@@ -123,4 +144,9 @@ def _row(worker: WorkerState) -> WorkerRow:
         cache_used=worker.used_share,
         hit_rate=worker.hit_rate,
         tokens_per_second=worker.tokens_per_second,
+        role=worker.role,
+        host_used=load.host_used_pages / load.host_num_pages if load.host_num_pages else None,
+        cache_tokens=load.num_pages * worker.page_size,
+        context_length=worker.context_length,
+        weights=worker.weights,
     )

@@ -17,13 +17,18 @@ from sapwood_router.edges.openai.types import ChatRequest
 from sapwood_router.edges.routes import Ask, Post, Route
 from sapwood_router.edges.ui.files import BARE, FOLDER, Files, lead_to_folder
 from sapwood_router.edges.ui.fleet import FleetPage
+from sapwood_router.edges.ui.observed import Observed, ObservedPages
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.generation import Pipeline
 from sapwood_router.observe.status import RouterState
 
 
 def ui_routes(
-    pipeline: Pipeline, guard: Guard, origins: Origins, status: Callable[[], RouterState] | None
+    pipeline: Pipeline,
+    guard: Guard,
+    origins: Origins,
+    status: Callable[[], RouterState] | None,
+    observed: Observed,
 ) -> list[Route]:
     """The routes.
 
@@ -32,6 +37,7 @@ def ui_routes(
         guard: Asks for keys, if the router does.
         origins: Under which names the page may be.
         status: How the router and its workers are; None: that, and how requests are routed, is for operators.
+        observed: What the page shows of the last hour, the cache and the latest requests, where it shows workers.
     """
     routes: list[Route] = [
         Ask("/", lead_to_folder, public=True),
@@ -40,7 +46,13 @@ def ui_routes(
         Ask("/ui/fleet", FleetPage(pipeline, guard, origins, status).show, public=True),
     ]
     if status is not None:
-        routes.append(Post("/ui/route", explain_route))
+        pages = ObservedPages(observed, guard, origins)
+        routes += [
+            Post("/ui/route", explain_route),
+            Ask("/ui/history", pages.show_history, public=True),
+            Ask("/ui/traces", pages.show_traces, public=True),
+            Ask("/ui/cache", pages.show_cache, public=True),
+        ]
     return routes
 
 

@@ -1,4 +1,5 @@
-"""Asks a backend for its models, again and again. One that answers is healthy: OpenAI's API has no call for health itself."""
+"""Asks a backend for its models, again and again, and for its metrics. One that answers is healthy: OpenAI's API has no call for
+health itself."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sapwood_common.errors import NotFoundError, ResourceExhaustedError, SapwoodError
+from sapwood_router.fleet.backends.server_load import load_of
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker
+from sapwood_router.routing.worker_view import Load
 from sapwood_router.transport.backend.spec import BackendSpec
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ _MOST_MISSES = 3
 _PAGE_SIZE, _NUM_PAGES = 16, 65_536
 """A backend's cache is assumed to have pages of 64 bytes of text and to hold the last 4 MB that it was sent."""
 _MOST_NAMED = 5
+_SKIPPED = 12
+"""Probes without a question for the load after one that a server did not answer."""
 
 
 def served_by(spec: BackendSpec, listed: ListedModel | None, epoch: int) -> ServedModel:
@@ -53,6 +58,8 @@ class BackendProbe:
         self._on_loss = on_loss
         self._misses = 0
         self._epoch = 0
+        self._skipped = 0
+        """Probes until it is asked for its load again."""
 
     async def run(self) -> None:
         """Asks for ever; cancel it to stop."""
@@ -74,6 +81,25 @@ class BackendProbe:
             self._failed(error.message)
         else:
             self._found(listed)
+        if self._worker.available:
+            await self._ask_load()
+
+    async def _ask_load(self) -> None:
+        """Asks for its load, which has other routers' and clients' requests, too. Not every server says anything; one with a key,
+        such as a vendor's, is not asked.
+        """
+        if self._backend.spec.authorization:
+            return
+        if self._skipped:
+            self._skipped -= 1
+            return
+        try:
+            load = load_of(await self._backend.metrics(self._interval))
+        except SapwoodError:
+            load = None
+        if load is None:
+            self._skipped = _SKIPPED
+        self._worker.report(load or Load())
 
     def _found(self, listed: list[ListedModel]) -> None:
         wanted = self._backend.spec.model
@@ -96,7 +122,8 @@ class BackendProbe:
         if not worker.available:
             self._epoch += 1
             self._registry.mark_up(worker, served_by(backend.spec, listed, self._epoch))
-            logger.info("backend %s is up", worker.address)
+            if worker.available:
+                logger.info("backend %s is up", worker.address)
 
     def _failed(self, problem: str) -> None:
         self._misses += 1

@@ -29,32 +29,35 @@ _ANSWER_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceName:
-    """A service and the port of its endpoints that counts."""
+    """A service and the port of its endpoints that counts; ``scheme``: what stands before each address, for HTTP workers."""
 
     namespace: str
     name: str
     port: str
+    scheme: str = ""
 
 
 def parse_service(text: str) -> ServiceName:
-    """``NAMESPACE/NAME:PORT``, where PORT is the port's name or number.
+    """``NAMESPACE/NAME:PORT``, where PORT is the port's name or number; for HTTP workers with ``http://`` before it.
 
     Raises:
         ConfigError: It is not.
     """
-    namespace, slash, rest = text.partition("/")
+    scheme = "http://" if text.startswith("http://") else ""
+    namespace, slash, rest = text.removeprefix(scheme).partition("/")
     name, colon, port = rest.partition(":")
     if not (slash and colon and namespace and name and port):
-        raise ConfigError(f"--kubernetes-service: {text!r} is not NAMESPACE/NAME:PORT")
-    return ServiceName(namespace, name, port)
+        raise ConfigError(f"--kubernetes-service: {text!r} is not [http://]NAMESPACE/NAME:PORT")
+    return ServiceName(namespace, name, port, scheme)
 
 
-def addresses_of(slices: Iterable[Any], port: str) -> frozenset[str]:
+def addresses_of(slices: Iterable[Any], port: str, scheme: str = "") -> frozenset[str]:
     """``host:port`` of every endpoint that does not terminate.
 
     Args:
         slices: The client's V1EndpointSlice objects.
         port: Name or number.
+        scheme: Stands before each.
     """
     found = set()
     for item in slices:
@@ -64,7 +67,8 @@ def addresses_of(slices: Iterable[Any], port: str) -> frozenset[str]:
             if conditions is not None and conditions.terminating:
                 continue
             host = endpoint.addresses[0]
-            found |= {f"[{host}]:{number}" if ":" in host else f"{host}:{number}" for number in numbers}
+            shown = f"[{host}]" if ":" in host else host
+            found |= {f"{scheme}{shown}:{number}" for number in numbers}
     return frozenset(found)
 
 
@@ -173,7 +177,7 @@ def _changes(asked: _Asked) -> Iterable[frozenset[str]]:
     which = {"namespace": service.namespace, "label_selector": f"kubernetes.io/service-name={service.name}"}
     listed = slices_of(**which, _request_timeout=(_CONNECT_SECONDS, asked.answer_seconds))
     slices = {item.metadata.name: item for item in listed.items}
-    yield addresses_of(slices.values(), service.port)
+    yield addresses_of(slices.values(), service.port, service.scheme)
     follow: Any = watch.Watch()  # type: ignore[no-untyped-call]
     for event in follow.stream(
         slices_of,
@@ -187,4 +191,4 @@ def _changes(asked: _Asked) -> Iterable[frozenset[str]]:
             slices.pop(item.metadata.name, None)
         else:
             slices[item.metadata.name] = item
-        yield addresses_of(slices.values(), service.port)
+        yield addresses_of(slices.values(), service.port, service.scheme)

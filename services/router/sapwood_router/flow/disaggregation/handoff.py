@@ -105,7 +105,7 @@ class EarlyPull:
         pages = worker_pb2.HandoffAnnouncement(ticket=ticket.message)
         if not again:
             pages.token_ids.extend(prompt.token_ids)
-            pages.cache_salt = cache_salt
+            pages.cache_salt, pages.lora_name = cache_salt, prompt.lora
         if self._worker.session is not None:
             self._worker.session.announce(pages)
 

@@ -31,6 +31,8 @@ _OTHERS = frozenset(
     {"tools", "functions", "logprobs", "top_logprobs", "echo", "suffix", "audio", "best_of", "min_tokens"}
 )
 """Further parameters with which no other backend can go on: the answer is more than text, or depends on more than text."""
+_PROMPTS = ("tools", "system", "instructions", "messages", "prompt", "input")
+"""Parameters of several APIs that are the prompt, in the order in which models see them."""
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _BYTES_A_TOKEN = 4
 _MOST_BYTES = 1024 * 1024
@@ -60,6 +62,16 @@ class Asked(msgspec.Struct):
         """The parameter that bounds the answer's tokens; None: none does."""
         return next((name for name in _LIMITS if isinstance(self.body.get(name), int)), None)
 
+    def most_tokens(self, context_length: int) -> int | None:
+        """Tokens that all choices together can have at most; None: neither the request nor the model says.
+
+        Args:
+            context_length: The model's; 0: it is not known.
+        """
+        limit, choices = self.limit, self.body.get("n")
+        most = context_length if limit is None else self.body[limit]
+        return most * choices if most and isinstance(choices, int) and choices > 0 else most or None
+
     def wishes(self, option: str) -> bool:
         """Whether it has this stream option."""
         options = self.body.get("stream_options")
@@ -78,12 +90,13 @@ class Asked(msgspec.Struct):
         messages = body.get("messages")
         return isinstance(messages, list) and bool(messages) and not _is_answer(messages[-1])
 
-    def pseudo_tokens(self) -> list[int]:
-        """The prompt as numbers, four bytes of it each: policies compare beginnings, and no tokenizer is asked for it."""
-        parts = [self.body.get(name) for name in ("tools", "messages", "prompt")]
-        raw = b"".join(msgspec.json.encode(part) for part in parts if part is not None)[:_MOST_BYTES]
-        whole = raw[: len(raw) - len(raw) % _BYTES_A_TOKEN]
-        return [] if not whole else memoryview(whole).cast("I").tolist()
+
+def pseudo_tokens(body: Mapping[str, Any]) -> list[int]:
+    """The prompt of a body as numbers, four bytes of it each: policies compare beginnings, and no tokenizer is asked for it."""
+    parts = [body.get(name) for name in _PROMPTS]
+    raw = b"".join(msgspec.json.encode(part) for part in parts if part is not None)[:_MOST_BYTES]
+    whole = raw[: len(raw) - len(raw) % _BYTES_A_TOKEN]
+    return [] if not whole else memoryview(whole).cast("I").tolist()
 
 
 def _is_answer(message: Any) -> bool:

@@ -12,17 +12,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from sapwood_common.errors import InternalError
 from sapwood_router.flow.relay.asked import Asked
 
 CONTINUE_CHATS = frozenset({"sapwood", "sglang", "vllm"})
 """Servers that take ``continue_final_message``, and tell the usage so far if asked for it (``continuous_usage_stats``)."""
-_SALTED = frozenset({"sapwood", "vllm"})
+SALTED = frozenset({"sapwood", "vllm"})
 """Servers that take ``cache_salt``, so that tenants share no cache."""
 
 Chunk = dict[str, Any]
 _CALLS = range(1024)
 """Indexes that calls of tools may have."""
+_MOST_HELD, _MOST_HELD_BYTES = 64, 64 * 1024
+"""Chunks before the first that says something, mostly one, and their bytes."""
+_MOST_TEXT = 4 * 1024 * 1024
+"""Characters of a text that another backend could go on with."""
+_MOST_TOKENS = 16 * 1024 * 1024
+"""Tokens of an answer or a prompt: a larger count is none."""
 
 
 class Progress:
@@ -47,7 +55,9 @@ class Progress:
         self._first: Chunk = {}
         """``id``, ``created`` and the like: the client is to see one answer."""
         self._held: list[Chunk] = []
+        self._held_bytes = 0
         self._parts: list[str] = []
+        self._characters = 0
         self.tokens = 0
         self.usage: dict[str, Any] | None = None
         self.sent = False
@@ -84,10 +94,11 @@ class Progress:
         asked = self._asked
         body = {**asked.body, "model": model}
         self._held.clear()
+        self._held_bytes = 0
         if not self.sent:
             self.tokens, self.usage, self.ended = 0, None, False
         self._before, self._resumed = self.tokens, self.sent
-        if asked.context.caller.cache_salt and owner in _SALTED:
+        if asked.context.caller.cache_salt and owner in SALTED:
             body["cache_salt"] = asked.context.caller.cache_salt
         if asked.streams:
             given = body.get("stream_options")
@@ -109,7 +120,7 @@ class Progress:
         """A chunk as the client is to see it, after those that were held back; none if it is to see none yet.
 
         Raises:
-            InternalError: It is no chunk of OpenAI's API.
+            InternalError: It is no chunk of OpenAI's API, or one of too many that say nothing.
         """
         if not all(_is_delta(choice.get("delta", {})) for choice in chunk["choices"]):
             raise InternalError("the backend answered what is no chunk of OpenAI's API")
@@ -126,11 +137,18 @@ class Progress:
             return []  # the other backend's opening
         shown = self._named(chunk, self.usage if self._asked.wishes("continuous_usage_stats") else None)
         if not self.sent and all(not _says(choice) for choice in chunk["choices"]):
-            self._held.append(shown)
+            self._hold(shown)
             return []
         self.sent = True
         chunks, self._held = [*self._held, shown], []
         return chunks
+
+    def _hold(self, chunk: Chunk) -> None:
+        """Keeps a chunk until one follows that says something."""
+        self._held.append(chunk)
+        self._held_bytes += len(msgspec.json.encode(chunk))
+        if len(self._held) > _MOST_HELD or self._held_bytes > _MOST_HELD_BYTES:
+            raise InternalError("the backend streams and says nothing")
 
     def take_whole(self, answer: Chunk) -> None:
         """An answer in one piece has come: nothing is asked again."""
@@ -170,8 +188,12 @@ class Progress:
         delta = choice.get("delta", {})
         if any(delta.get(name) for name in ("tool_calls", "function_call", "reasoning_content", "reasoning", "audio")):
             self._goes_on = False
-        if self._goes_on:
-            self._parts.append(_text_of(choice))
+        if self._goes_on and (text := _text_of(choice)):
+            self._parts.append(text)
+            self._characters += len(text)
+            self._goes_on = self._characters <= _MOST_TEXT
+        if not self._goes_on:
+            self._parts.clear()
         self.ended = self.ended or choice.get("finish_reason") is not None
 
     def _count(self, usage: dict[str, Any]) -> None:
@@ -206,8 +228,8 @@ def _says(choice: Mapping[str, Any]) -> bool:
 
 
 def number(value: Any) -> int:
-    """A count from a backend; 0 if it is not a number."""
-    return value if isinstance(value, int) and value >= 0 else 0
+    """A count from a backend; 0 if it is none that can be."""
+    return value if type(value) is int and 0 <= value <= _MOST_TOKENS else 0
 
 
 def _is_delta(delta: object) -> bool:

@@ -19,7 +19,7 @@ from sapwood_router.fleet.circuit_breaker import Outcome, outcome_of
 from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.attempts import Shared, acquire
-from sapwood_router.flow.relay.asked import PATHS, Asked
+from sapwood_router.flow.relay.asked import PATHS, Asked, pseudo_tokens
 from sapwood_router.flow.relay.progress import CONTINUE_CHATS, Chunk, Progress, number
 from sapwood_router.flow.retry import Failover, RetryPolicy
 from sapwood_router.flow.select import choose
@@ -95,7 +95,7 @@ class _Relayed:
         assert asked.context.model is not None, "it was resolved"
         self._model: str = asked.context.model
         caller = asked.context.caller
-        self._prompt = PromptPages(asked.pseudo_tokens(), caller.session, caller.cache_salt)
+        self._prompt = PromptPages(pseudo_tokens(asked.body), caller.session, caller.cache_salt)
         self._policy = shared.policies.of(self._model)
         self._failed: SapwoodError | None = None
 
@@ -122,8 +122,13 @@ class _Relayed:
                 await asyncio.sleep(delay)
         finally:
             if account is not None:
-                account.take_output(self._progress.tokens)
+                account.take_output(self._tokens())
         self._end(estimate)
+
+    def _tokens(self) -> int:
+        """The tokens that the backends say they have generated, as far as that can be: a lie must not use up a key's rate."""
+        most = self._asked.most_tokens(self._shared.registry.context_length(self._model))
+        return self._progress.tokens if most is None else min(most, self._progress.tokens)
 
     async def _turn(self, tokens: int) -> None:
         """Waits until the request may choose a backend."""

@@ -76,6 +76,22 @@ class BlockIndex:
         held = self._held.get(worker)
         return frozenset(held[tier] if held is not None else ())
 
+    def count(self, worker: str, tier: Tier) -> int:
+        """How many pages a worker holds in a tier."""
+        held = self._held.get(worker)
+        return len(held[tier]) if held is not None else 0
+
+    def where(self, page: bytes) -> list[tuple[str, Tier]]:
+        """Who holds a page, and where."""
+        found: list[tuple[str, Tier]] = []
+        for tier in Tier:
+            holding = self._holders[tier].get(page, 0)
+            while holding:
+                bit = holding & -holding
+                holding ^= bit
+                found.append((self._owners[bit], tier))
+        return found
+
     def reset(self, worker: str, snapshot: Iterable[tuple[Tier, Sequence[bytes]]] = ()) -> None:
         """Replaces the worker's blocks by those of the snapshot."""
         self.remove(worker)

@@ -52,6 +52,14 @@ class HotPrefixes:
         if len(chains) > MOST_CHAINS:
             chains.popitem(last=False)
 
+    def latest(self, most: int) -> list[tuple[str, Sequence[bytes]]]:
+        """The latest prompts and the workers they were given to, each worker's latest first; ``most`` of each worker."""
+        return [
+            (worker, chain)
+            for worker, chains in self._chains.items()
+            for _, chain in zip(range(most), reversed(chains.values()), strict=False)
+        ]
+
     def forget(self, worker: str) -> None:
         """The worker is gone, or began again: nothing of it is left to hand over, or was handed to it."""
         self._chains.pop(worker, None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from sapwood_common.contract.page_hash import cache_namespace, hash_pages
+from sapwood_common.contract.page_hash import cache_namespace, hash_pages, weights_namespace
+from sapwood_common.contract.pictures import PictureSpan
 from sapwood_router.routing.worker_view import WorkerView
 
 
@@ -18,19 +19,36 @@ class PromptPages:
         token_ids: The prompt.
         session: What the client named as its session; may be empty.
         cache_salt: The tenant's salt: it goes into the hashes, so that tenants share no pages.
+        lora: The adapter; empty: none.
+        digest: The adapter's, which goes into the hashes, too; empty: it is not known, and no worker is believed to hold a page.
+        pictures: The pictures among the tokens, whose digests go into the hashes of their pages.
+        weights: Stands for the model's weights in the hashes; empty: they are those that its workers started with.
     """
 
-    def __init__(self, token_ids: Sequence[int], session: str = "", cache_salt: str = "") -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        session: str = "",
+        cache_salt: str = "",
+        lora: str = "",
+        digest: bytes = b"",
+        pictures: Sequence[PictureSpan] = (),
+        weights: bytes = b"",
+    ) -> None:
         self.token_ids = token_ids
         self.session = session
-        self._namespace = cache_namespace(cache_salt)
+        self.lora = lora
+        self.pictures = pictures
+        self._namespace = weights_namespace(cache_namespace(cache_salt, digest.hex() or lora), weights)
         self._hashes: dict[int, list[bytes]] = {}
 
     def hashes(self, page_size: int) -> list[bytes]:
         """The hashes of the prompt's full pages. The list is shared: callers do not change it."""
         found = self._hashes.get(page_size)
         if found is None:
-            found = self._hashes[page_size] = hash_pages(self.token_ids, page_size, salt=self._namespace)
+            found = self._hashes[page_size] = hash_pages(
+                self.token_ids, page_size, salt=self._namespace, pictures=self.pictures
+            )
         return found
 
     def hash_steps(self, page_size: int, tokens: int) -> Iterator[None]:
@@ -41,15 +59,18 @@ class PromptPages:
         step = max(1, tokens // page_size) * page_size
         for at in range(0, len(self.token_ids), step):
             before = hashes[-1] if hashes else self._namespace
-            hashes += hash_pages(self.token_ids[at : at + step], page_size, salt=before)
+            piece = self.token_ids[at : at + step]
+            hashes += hash_pages(piece, page_size, salt=before, pictures=self.pictures, first=at)
             yield
         self._hashes[page_size] = hashes
 
     def extended(self, new_tokens: Sequence[int], page_size: int) -> list[bytes]:
         """The hashes of the full pages of the prompt followed by ``new_tokens``; hashes only what is new."""
         hashes = self.hashes(page_size)
-        tail = [*self.token_ids[len(hashes) * page_size :], *new_tokens]
-        return hashes + hash_pages(tail, page_size, salt=hashes[-1] if hashes else self._namespace)
+        known = len(hashes) * page_size
+        tail = [*self.token_ids[known:], *new_tokens]
+        before = hashes[-1] if hashes else self._namespace
+        return hashes + hash_pages(tail, page_size, salt=before, pictures=self.pictures, first=known)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -124,6 +145,45 @@ class Policy(Protocol):
 
     def drained(self, address: str, heirs: Sequence[str]) -> None:
         """The worker gets nothing new; prompts like its latest ones go to ``heirs``. Mutates only what the policy remembers."""
+        ...
+
+
+class CostPart(msgspec.Struct, frozen=True):
+    """A part of a worker's cost.
+
+    Attributes:
+        name: What costs.
+        amount: How many of it, in ``unit``.
+        unit: "tokens", "requests" or "tokens given lately".
+        weight: Cost of one of them, in tokens.
+    """
+
+    name: str
+    amount: float
+    unit: str
+    weight: float
+
+    @property
+    def cost(self) -> float:
+        """In tokens."""
+        return self.weight * self.amount
+
+
+@runtime_checkable
+class Itemised(Protocol):
+    """A policy that can say what its costs are made of."""
+
+    def parts(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, Sequence[CostPart]]:
+        """For each worker's address, the parts whose costs sum up to the cost of ``explain``. Mutates nothing."""
+        ...
+
+
+@runtime_checkable
+class ShowsPrefixes(Protocol):
+    """A policy that knows the latest prompts."""
+
+    def latest(self, most: int) -> Sequence[tuple[str, Sequence[bytes]]]:
+        """Workers and the page hashes of prompts that they were given, each worker's latest first; ``most`` of each."""
         ...
 
 

@@ -34,7 +34,7 @@ from weakref import WeakKeyDictionary
 
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.index.prefixes import HotPrefixes, Insertion, PrefixIndex
-from sapwood_router.routing.policies.base import Choice, PromptPages, load_key
+from sapwood_router.routing.policies.base import Choice, CostPart, PromptPages, load_key
 from sapwood_router.routing.shortlist import draw, drawn_by_prefix
 from sapwood_router.routing.worker_view import WorkerView
 
@@ -110,6 +110,25 @@ class CacheAware:
         held = self._held(workers, prompt)
         costs = self._costs(workers, held, len(prompt.token_ids))
         return {view.address: (tokens, cost) for view, (tokens, _), cost in zip(workers, held, costs, strict=True)}
+
+    def parts(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, Sequence[CostPart]]:
+        """What :meth:`_costs` adds up."""
+        given = [view.recent_work for view in workers]
+        least, share = min(given), BALANCE / (sum(given) / len(given) + QUIET)
+        length = len(prompt.token_ids)
+        return {
+            view.address: (
+                CostPart("to compute", length - saved, "tokens", RECOMPUTE_WEIGHT),
+                CostPart("queued before", view.queued_tokens, "tokens", 1),
+                CostPart("running", view.requests, "requests", REQUEST_COST),
+                CostPart("given more than others", view.recent_work - least, "tokens given lately", share),
+            )
+            for view, (_, saved) in zip(workers, self._held(workers, prompt), strict=True)
+        }
+
+    def latest(self, most: int) -> Sequence[tuple[str, Sequence[bytes]]]:
+        """The prompts that workers were given lately."""
+        return self._hot.latest(most)
 
     def _held(self, workers: Sequence[WorkerView], prompt: PromptPages) -> list[_Held]:
         stores = {view.address: view.storage_id for view in workers if view.storage_id}

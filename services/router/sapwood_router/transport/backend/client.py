@@ -27,6 +27,7 @@ _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 16 * 1024 * 1024
 """The most bytes of an answer in one piece."""
 _MOST_EVENT_BYTES = 4 * 1024 * 1024
+_MOST_METRICS_BYTES = 1024 * 1024
 _MOST_ERROR_BYTES = 64 * 1024
 _DONE = b"[DONE]"
 
@@ -39,11 +40,12 @@ class HttpClient:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """aiohttp's: it keeps connections open, follows no redirect by default, and takes no cookies."""
+        """aiohttp's: it keeps connections open, follows no redirect by default, takes no cookies and unpacks nothing."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
                 headers={"accept-encoding": "identity", "user-agent": "sapwood-router"},
             )
         return self._session
@@ -107,6 +109,22 @@ class Backend:
             if isinstance(item, dict) and isinstance(item.get("id"), str)
         ]
 
+    async def metrics(self, seconds: float) -> bytes:
+        """Its page of metrics in Prometheus' format.
+
+        Args:
+            seconds: To wait.
+
+        Raises:
+            SapwoodError: It has none.
+        """
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        async with self._answer("GET", "/metrics", None, "", timeout, self.spec.root) as response:
+            try:
+                return await _read(response, _MOST_METRICS_BYTES)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise self._broke(error) from None
+
     async def whole(self, path: str, body: bytes, request_id: str) -> dict[str, Any]:
         """An answer in one piece: an object that has ``choices``.
 
@@ -164,7 +182,13 @@ class Backend:
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, path: str, body: bytes | None, request_id: str, timeout: aiohttp.ClientTimeout
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        request_id: str,
+        timeout: aiohttp.ClientTimeout,
+        base: str | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer whose status is 200."""
         headers = {"content-type": "application/json"} if body is not None else {}
@@ -173,7 +197,7 @@ class Backend:
         if request_id:
             headers["x-request-id"] = request_id
         asking = self._http.session.request(
-            method, self.spec.base + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            method, (base or self.spec.base) + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
         )
         try:
             response = await (self._unless_gone(asking) if body is not None else asking)
@@ -186,6 +210,9 @@ class Backend:
                 except (aiohttp.ClientError, TimeoutError, OSError, SapwoodError):
                     told = b""
                 raise error_of_answer(self.spec.address, response.status, told, response.headers)
+            coding = response.headers.get("content-encoding", "identity")
+            if coding != "identity":  # unpacked, a few bytes can be gigabytes
+                raise InternalError(f"backend {self.spec.address} answered in {coding[:20]}, which was not asked for")
             yield response
 
     async def _unless_gone(self, asking: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:

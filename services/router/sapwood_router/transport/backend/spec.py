@@ -38,6 +38,12 @@ class BackendSpec:
         """What paths such as ``/chat/completions`` are appended to."""
         return self.url if urlsplit(self.url).path else f"{self.url}/v1"
 
+    @property
+    def root(self) -> str:
+        """The server without a path."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}"
+
 
 def is_backend(address: str) -> bool:
     """Whether a member of the fleet is asked over HTTP."""

@@ -28,7 +28,7 @@ import numpy as np
 
 from sapwood_worker.core.cache.host import Batch, HostPage, HostPages, HostStores, check_host
 from sapwood_worker.core.cache.lower_tiers import TierCounters
-from sapwood_worker.core.cache.page_key import KvEventLog, PageChain, PageName
+from sapwood_worker.core.cache.page_key import KvEventLog, PageChain, PageKey, PageName, PictureNames
 from sapwood_worker.core.cache.pages import WindowPages
 from sapwood_worker.core.cache.storage.tier import StorageTier
 from sapwood_worker.core.cache.transfer.leases import TransferLeases
@@ -67,6 +67,7 @@ class HierarchicalCache:
         storage: The third tier.
         leases, reads: The arguments; may be set later, when the worker's role changes.
         counters: What has happened so far.
+        pictures: The names of pictures in tokens.
         room: Gives device pages that a KV transfer will fill.
         steps: Returns how many steps were launched, and how many of them have ended.
     """
@@ -89,6 +90,7 @@ class HierarchicalCache:
         self.leases = leases
         self.reads = reads
         self.counters = TierCounters()
+        self.pictures = PictureNames()
         self._page_size = page_size
         self._policy: WritePolicy = policy
         self._threshold = {"write_through": 1, "write_through_selective": _SELECTIVE_HITS}.get(policy)
@@ -143,7 +145,7 @@ class HierarchicalCache:
         reads = self.reads if ticket is not None else None
         if storage is None and reads is None:
             return False
-        chain = PageChain(namespace, self._page_size)
+        chain = PageChain(namespace, self._page_size, names=self.pictures)
         if ticket is not None and reads is not None:
             chain.resume(reads.announced_pages(ticket), token_ids)
         chain.extend(token_ids, len(token_ids))
@@ -152,6 +154,12 @@ class HierarchicalCache:
         if ticket is not None and reads is not None:
             return reads.start(serial, Prompt(token_ids, namespace, chain.pages), cached, len(found), ticket)
         return storage is not None and storage.prefetch(serial, chain.pages[cached + len(found) :])
+
+    def keys(self, prompt: array[int], namespace: bytes) -> list[PageKey]:
+        """The keys of the whole pages of a prompt."""
+        chain = PageChain(namespace, self._page_size, names=self.pictures)
+        chain.extend(prompt, len(prompt))
+        return chain.keys
 
     def announced(self, ticket: HandoffTicket, prompt: array[int], namespace: bytes, cached: int) -> None:
         """Begins to read pages that another worker keeps for a request that will probably arrive.
@@ -163,7 +171,7 @@ class HierarchicalCache:
             cached: How many of the pages the first tier has.
         """
         if self.reads is not None:
-            chain = PageChain(namespace, self._page_size)
+            chain = PageChain(namespace, self._page_size, names=self.pictures)
             chain.extend(prompt, len(prompt))
             found = len(self.host.match(chain.keys[cached : cached + 1]))
             self.reads.announced(ticket, chain.pages, cached, found)
@@ -194,7 +202,7 @@ class HierarchicalCache:
 
     def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
         known = list(map(self._name, pages.tolist()))
-        chain = PageChain(namespace, self._page_size, list(known))
+        chain = PageChain(namespace, self._page_size, list(known), self.pictures)
         chain.extend(token_ids, len(token_ids))
         found = self.host.match(chain.keys[len(known) :])
         self.host.pin(found)

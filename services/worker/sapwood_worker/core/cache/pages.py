@@ -305,6 +305,7 @@ class WindowPages:
     Attributes:
         table: int32 [rows, width]; entries of freed pages are ``num_pages``, a page that holds nothing.
         num_pages: Pages of the pool.
+        reach: How many tokens before it a query sees.
         tail: Pages before the next query's that it may see.
         least: Pages with which one request can run.
         ledger: Who owns its pages.
@@ -324,7 +325,7 @@ class WindowPages:
         self.tail, self.least = group.tail(page_size), group.least(page_size)
         self.table = np.full((rows, width), group.num_pages, np.int32)
         self.num_freed = 0
-        self._reach = group.reach
+        self.reach = group.reach
         self._page_size = page_size
         self._dropped = dropped
         self.ledger = PageAllocator(group.num_pages)
@@ -398,7 +399,7 @@ class WindowPages:
 
     def slide(self, slot: int, position: int) -> None:
         """Releases the pages that no query at ``position`` or later sees."""
-        old, new = int(self._first[slot]), max(0, position - self._reach) // self._page_size
+        old, new = int(self._first[slot]), max(0, position - self.reach) // self._page_size
         if new <= old:
             return
         end = int(self._end[slot])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.core.cache.eviction import EvictionName
 from sapwood_worker.core.cache.lower_tiers import LowerTiers
-from sapwood_worker.core.cache.page_key import KvEventLog
+from sapwood_worker.core.cache.page_key import KvEventLog, PictureNames
 from sapwood_worker.core.cache.pages import (
     CACHE,
     FREE,
@@ -26,8 +27,11 @@ from sapwood_worker.core.cache.pages import (
     WindowPages,
 )
 from sapwood_worker.core.cache.radix import TOKEN_BYTES, Match, Node, RadixTree
+from sapwood_worker.core.cache.states import StateSnapshots
 from sapwood_worker.core.cache.transfer.reads import Prompt
-from sapwood_worker.records.kv_layout import WindowGroup
+from sapwood_worker.records.kv_layout import StateSlots, WindowGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -37,14 +41,18 @@ class Row:
     Attributes:
         node: The locked end of its shared prefix.
         shared: Pages of that prefix.
+        kept: Tokens whose keys and values were there when it was opened; those of them that are computed again are not written.
         loading: The pages that the tiers below are filling.
         windows: Those of each window.
+        private: Whether no further page of it may be shared.
     """
 
     node: Node
     shared: int
+    kept: int = 0
     loading: PageHandle | None = None
     windows: tuple[PageIds, ...] = ()
+    private: bool = False
 
 
 def check_idle(
@@ -54,6 +62,7 @@ def check_idle(
     rows: Mapping[int, Row],
     windows: Sequence[WindowPages],
     taken: int,
+    states: StateSnapshots | None,
 ) -> None:
     """Checks that nothing but ``taken`` pages is held while no row is open; vectorised, O(pages).
 
@@ -73,6 +82,8 @@ def check_idle(
         raise LedgerError(f"nothing runs, yet there are pages {allocator.describe(leaked)}")
     for nth, window in enumerate(windows):
         window.check_idle(sum(map(len, pins.held(nth))))
+    if states is not None:
+        states.check_idle(sum(map(len, pins.held(len(windows)))))
 
 
 def check_pages(
@@ -83,6 +94,7 @@ def check_pages(
     rows: Mapping[int, Row],
     windows: Sequence[WindowPages],
     taken: Sequence[int],
+    states: StateSnapshots | None,
 ) -> None:
     """Compares tree, ledger, rows and the pages that are taken, page by page; for tests.
 
@@ -119,6 +131,8 @@ def check_pages(
     for nth, window in enumerate(windows):
         moving = {slot: each[each >= 0] for slot, row in rows.items() for each in row.windows[nth : nth + 1]}
         window.check(begun, moving, pins.held(nth), cached)
+    if states is not None:
+        states.check(pins.held(len(windows)), cached)
 
 
 # Pinned prefixes: locked in the tree, with their window pages, until they are unpinned.
@@ -126,7 +140,7 @@ def check_pages(
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """The locked end of a pinned prefix, the end of its time, and its pages in each window."""
+    """The locked end of a pinned prefix, the end of its time, its pages in each window, and the snapshot of its state."""
 
     node: Node
     until: float | None
@@ -138,11 +152,13 @@ class Pins:
 
     Args:
         tree: Has their pages.
-        windows: The pages of layers that see a window only.
+        windows: The pages of layers that see a window only, and the snapshots of states.
         scarce: Those windows that have fewer pages than the page table.
     """
 
-    def __init__(self, tree: RadixTree, windows: Sequence[WindowPages], scarce: Sequence[WindowPages]) -> None:
+    def __init__(
+        self, tree: RadixTree, windows: Sequence[WindowPages | StateSnapshots], scarce: Sequence[WindowPages]
+    ) -> None:
         self._tree = tree
         self._windows = windows
         self._scarce = scarce
@@ -185,6 +201,11 @@ class Pins:
             self._release(pin)
         return pin is not None
 
+    def clear(self) -> None:
+        """Removes all pins."""
+        for name in [*self._pins]:
+            self.remove(name)
+
     def expire(self, now: float) -> None:
         """Removes the pins whose time is over. O(pins)."""
         for name in [name for name, pin in self._pins.items() if pin.until is not None and pin.until <= now]:
@@ -226,6 +247,30 @@ def _and_above(ends: list[Node]) -> set[Node]:
 # own. Layers that see only a window have their own tables and pages (``pages.py``).
 
 
+_TRIES = 64
+"""Requests whose pages were cached, after which a component that has served none of them is named."""
+
+
+class UselessComponents:
+    """Finds components of the cache that never have what a cached prefix needs, so that nothing is ever a hit. O(1) a request."""
+
+    def __init__(self) -> None:
+        self._served: set[str] = set()
+        self._missed: dict[str, int] = {}
+
+    def note(self, name: str, *, served: bool) -> None:
+        """Notes whether a component served a request whose pages were cached; warns once if it never does."""
+        if served:
+            self._served.add(name)
+        elif name not in self._served:
+            self._missed[name] = missed = self._missed.get(name, 0) + 1
+            if missed == _TRIES:
+                logger.warning(
+                    "the prefix cache: %d requests had cached pages, but the %s of none of them were there: all were computed "
+                    "again; a larger KV cache would keep them longer", missed, name,
+                )  # fmt: skip
+
+
 Written = tuple[PageHandle, ...]
 """Handles of pages, one for each page table."""
 
@@ -237,6 +282,9 @@ class PrefixCache:
         enabled: If not, nothing is kept and nothing found.
         windows: The pages of layers that see a window only.
         scarce: Those windows that have fewer pages than the page table.
+        states: The snapshots of layers that keep a state; None: no layer does, or nothing is kept.
+        found_tokens: Tokens of prefixes whose pages the tree had, when requests began.
+        state_tokens: How many of these a state covered too.
         pins: The prefixes that are pinned.
         taken: Pages that :meth:`take` gave.
 
@@ -249,6 +297,8 @@ class PrefixCache:
         below: The tiers below; None: there are none.
         events: Records stored and removed pages; None: nothing is recorded.
         windows: The pages of layers that see a window only.
+        states: The slots for snapshots of states; None: no layer keeps a state.
+        pictures: The names of pictures in tokens; None: there are none.
     """
 
     def __init__(
@@ -262,10 +312,13 @@ class PrefixCache:
         below: LowerTiers | None = None,
         events: KvEventLog | None = None,
         windows: Sequence[WindowGroup] = (),
+        states: StateSlots | None = None,
+        pictures: PictureNames | None = None,
     ) -> None:
         self._allocator = allocator
         self._table = page_table
-        self._tree = RadixTree(page_size, eviction, events, alone=below is None)
+        self._pictures = pictures
+        self._tree = RadixTree(page_size, eviction, events, pictures, alone=below is None)
         self._page_size = page_size
         self.enabled = enabled
         self._below = below if enabled else None
@@ -277,7 +330,13 @@ class PrefixCache:
         ]
         # The others have a page for each page of the page table, so they never run out first.
         self.scarce = [window for window in self.windows if window.num_pages < allocator.num_pages]
-        self.pins = Pins(self._tree, self.windows, self.scarce)
+        self.states: StateSnapshots | None = None
+        if states is not None and enabled:
+            self.states = StateSnapshots(states.snapshots, page_size, allocator.num_pages)
+        self.found_tokens = self.state_tokens = 0
+        self._useless = UselessComponents()
+        held: list[WindowPages | StateSnapshots] = [*self.windows]
+        self.pins = Pins(self._tree, held if self.states is None else [*held, self.states], self.scarce)
         self._tables = page_table.rows, *(each.table for each in self.windows)
         self._ledgers = allocator, *(each.ledger for each in self.windows)
         if self._below is not None:
@@ -301,7 +360,13 @@ class PrefixCache:
     def probe(self, token_ids: array[int], namespace: bytes) -> tuple[int, int]:
         """How many pages :meth:`open` would find, and how many of these count as available now. Changes nothing."""
         key = self._key(token_ids, 0, self._usable(token_ids))
-        return self._tree.probe(key, namespace, self._servable if self.windows else None)
+        return self._tree.probe(key, namespace, self._resumable if self.windows else None)
+
+    def find(self, token_ids: array[int], namespace: bytes) -> int:
+        """How many tokens :meth:`open` would spare. Changes nothing."""
+        key = self._key(token_ids, 0, self._usable(token_ids))
+        usable = self._resumable if self.windows or self.states is not None else None
+        return self._tree.probe(key, namespace, usable)[0] * self._page_size
 
     def path(self, token_ids: array[int], namespace: bytes) -> list[int]:
         """The path of the prefix that :meth:`open` would find: a number for each node of the tree, from the root."""
@@ -318,24 +383,41 @@ class PrefixCache:
             expected: How many tokens the row is expected to have in the end; needed if there are windows.
 
         Returns:
-            The number of tokens found.
+            The number of tokens that need not be computed. Where layers keep a state, the row may begin with more pages: the
+            tokens after the state are computed again, but their keys and values are there (:meth:`kept`).
         """
         match, found = self._match(self._key(token_ids, 0, self._usable(token_ids)), namespace)
+        if found:
+            for window in self.windows:
+                self._useless.note(f"windows of {window.reach + 1} tokens", served=len(match.pages) > 0)
         self._tree.lock(match.node)
         self._allocator.name(slot, f"request {name}")
         self._table.append(slot, match.pages)
         for window in self.windows:
             window.open(slot, f"request {name}", match.pages, found, expected)
-        self._rows[slot] = Row(match.node, len(match.pages))
+        count = len(match.pages)
+        self._rows[slot] = Row(match.node, count, count * self._page_size)
+        if self.states is not None:
+            resumed = self.states.open(slot, f"request {name}", match.pages)
+            self.found_tokens += count * self._page_size
+            self.state_tokens += resumed * self._page_size
+            if count:
+                self._useless.note("states", served=resumed > 0)
+            count = resumed
         if self._below is not None:
             self._below.open(slot, token_ids[: self._usable(token_ids)], namespace, match.pages)
-        return len(match.pages) * self._page_size
+        return count * self._page_size
+
+    def kept(self, slot: int) -> int:
+        """How many first tokens of a row had their keys and values in place when it was opened."""
+        return self._rows[slot].kept
 
     def continuation(self, slot: int, token_ids: array[int]) -> array[int]:
         """Tokens that follow a row's tokens in a cached sequence of any request; empty if there are none."""
         row = self._rows[slot]
         found: array[int] = array("I")
-        found.frombytes(self._tree.continuation(row.node, token_ids[row.shared * self._page_size :].tobytes()))
+        tokens = self._tree.continuation(row.node, token_ids[row.shared * self._page_size :].tobytes())
+        found.frombytes(tokens if self._pictures is None else self._pictures.plain(tokens))
         return found
 
     def allocate(self, slot: int, count: int) -> bool:
@@ -457,9 +539,10 @@ class PrefixCache:
         row = self._rows[slot]
         self._arrived(slot, row)
         start, end = row.shared, computed // self._page_size
-        if not self.enabled or end <= start:
+        if not self.enabled or row.private or end <= start:
             for window in self.windows:
                 window.slide(slot, computed)
+            self._commit_states(slot, row)
             return
         own = self._table.pages(slot, start)[: end - start].copy()
         cached = self._tree.insert(row.node, self._key(token_ids, start * self._page_size, computed), own)
@@ -477,7 +560,16 @@ class PrefixCache:
         self._tree.lock(cached.node)
         self._tree.unlock(row.node)
         row.node, row.shared = cached.node, end
+        self._commit_states(slot, row)
         self._balance(slot)
+
+    def _commit_states(self, slot: int, row: Row) -> None:
+        if self.states is not None:
+            self.states.commit(slot, self._table.pages(slot)[: row.shared])
+
+    def keep_private(self, slot: int) -> None:
+        """Has a row share no further page: what it computes from now on is not what its namespace stands for."""
+        self._rows[slot].private = True
 
     def close(self, slot: int) -> None:
         """Ends a row: unlocks its prefix and frees the pages that are its own."""
@@ -487,6 +579,8 @@ class PrefixCache:
             self._below.close(slot)
         for window in self.windows:
             window.close(slot)
+        if self.states is not None:
+            self.states.close(slot)
         self._tree.unlock(row.node)
         self._allocator.free(self._table.pages(slot, row.shared), slot)
         self._allocator.ended(slot)
@@ -508,7 +602,10 @@ class PrefixCache:
         Raises:
             ResourceExhaustedError: As :meth:`Pins.add`.
         """
-        match, _ = self._match(self._key(token_ids, 0, len(token_ids)), namespace)
+        key = self._key(token_ids, 0, len(token_ids))
+        match, _ = self._match(key, namespace)
+        if self.states is not None and (usable := self.states.usable(match.pages)) < len(match.pages):
+            match = self._tree.match(key[: usable * self._page_size * TOKEN_BYTES], namespace)
         self.pins.add(name, match, most - len(self.taken), until)
         return len(match.pages) * self._page_size
 
@@ -530,7 +627,7 @@ class PrefixCache:
         Raises:
             AssertionError: A page leaked or a lock was left behind; the message names the requests.
         """
-        check_idle(self._allocator, self._tree, self.pins, self._rows, self.windows, len(self.taken))
+        check_idle(self._allocator, self._tree, self.pins, self._rows, self.windows, len(self.taken), self.states)
 
     def check(self) -> None:
         """Compares tree, ledger and rows page by page; for tests.
@@ -538,7 +635,9 @@ class PrefixCache:
         Raises:
             AssertionError: They disagree.
         """
-        check_pages(self._allocator, self._table, self._tree, self.pins, self._rows, self.windows, list(self.taken))
+        check_pages(
+            self._allocator, self._table, self._tree, self.pins, self._rows, self.windows, list(self.taken), self.states
+        )
 
     def _balance(self, slot: int) -> None:
         """After a change of a row, compares the counts of locked and cached pages with the expected ones. O(1).
@@ -566,7 +665,8 @@ class PrefixCache:
         """The longest prefix that all layers can serve, and how many pages the tree has of the key."""
         match = self._tree.match(key, namespace)
         found = len(match.pages)
-        if self.windows and (usable := self._servable(match.pages)) < found:
+        # Tokens after a state are computed again, and see no windows that are gone: with windows the prefix ends at a state.
+        if self.windows and (usable := self._resumable(match.pages)) < found:
             match = self._tree.match(key[: usable * self._page_size * TOKEN_BYTES], namespace)
         return match, found
 
@@ -578,10 +678,19 @@ class PrefixCache:
             count = fewer
         return count
 
+    def _resumable(self, pages: PageIds) -> int:
+        """How many pages of a prefix in the tree need not be computed: those at whose end there is all that layers keep."""
+        count = self._servable(pages)
+        while self.states is not None and (fewer := self.states.usable(pages[:count])) < count:
+            count = self._servable(pages[:fewer])
+        return count
+
     def _drop(self, pages: PageIds) -> None:
         """Frees pages that have left the tree, and their window pages."""
         for window in self.windows:
             window.evicted(pages)
+        if self.states is not None:
+            self.states.evicted(pages)
         self._allocator.free(pages, CACHE)
 
     def _unkept(self, pages: PageIds) -> None:

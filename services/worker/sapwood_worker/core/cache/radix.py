@@ -8,10 +8,11 @@ from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from sapwood_common.contract.page_hash import HASH_BYTES, hash_run, lora_of
 from sapwood_worker.core.cache.eviction import POLICIES, EvictionName, EvictionQueue
-from sapwood_worker.core.cache.page_key import KvEventLog
+from sapwood_worker.core.cache.page_key import KvEventLog, PictureNames
 from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 PageIds = npt.NDArray[np.int32]
@@ -95,6 +96,7 @@ class RadixTree:
         page_size: Tokens in a page.
         eviction: Which leaf is evicted first.
         events: Records what is stored and removed; None: nothing is recorded.
+        pictures: The names of pictures in the keys; None: there are none.
         alone: Whether there are no tiers below, so that an empty tree means an empty cache.
     """
 
@@ -103,10 +105,12 @@ class RadixTree:
         page_size: int,
         eviction: EvictionName = "lru",
         events: KvEventLog | None = None,
+        pictures: PictureNames | None = None,
         *,
         alone: bool = True,
     ) -> None:
         self._events = events
+        self._pictures = pictures
         self._alone = alone
         self._stride = page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
@@ -352,12 +356,21 @@ class RadixTree:
     def _leaf(self, parent: Node, key: bytes, pages: PageIds) -> Node:
         """A new leaf below ``parent``, announced."""
         below = parent.hashes[-HASH_BYTES:]
-        hashes = b"".join(hash_run(below or parent.key, key, self._stride))
+        hashes = b"".join(self._hashes(below or parent.key, key))
         leaf = Node(key, pages, hashes, parent, created=self._tick, used=self._tick)
         parent.children[key[: self._stride]] = leaf
         if self._events is not None:
             self._events.add(BlockStored(hashes, below, key, lora=lora_of(root_of(parent).key)))
         return leaf
+
+    def _hashes(self, parent: bytes, key: bytes) -> list[bytes]:
+        if self._pictures is None or not self._pictures.among(key):
+            return hash_run(parent, key, self._stride)
+        hashes: list[bytes] = []
+        for start in range(0, len(key), self._stride):
+            parent = xxhash.xxh3_128_digest(parent + self._pictures.content(key[start : start + self._stride]))
+            hashes.append(parent)
+        return hashes
 
     def _walk(self, node: Node, key: bytes, *, hit: bool) -> Match:
         """Follows ``key`` down from ``node`` and splits a run in which it ends; returns the pages below ``node``."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_common.errors import SapwoodError
 from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.records.lora import Lora
 from sapwood_worker.records.ranks import AT_REST, DEVICE, Waits
 from sapwood_worker.records.step import (
     NOTHING,
@@ -28,6 +31,7 @@ from sapwood_worker.records.step import (
     Step,
 )
 from sapwood_worker.records.step_wire import read, read_masks
+from sapwood_worker.records.weights import Memory, TrainerGroup, WeightBucket
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +105,45 @@ COUNT_EXPERTS = b"e"
 """Asks how many tokens experts have got with the steps so far. The answer comes when all of these have been reported, so that the
 device is not waited for, nor a step that waits for the leader."""
 
+_READ_LORA, _DROP_LORA = b"l", b"d"
+"""How messages begin that have an adapter read, or forgotten; a step begins with another byte."""
+
+
+def read_message(lora: Lora) -> bytes:
+    """The message that has a follower read an adapter, in a thread beside its steps."""
+    return _READ_LORA + _encoder.encode(lora)
+
+
+_WEIGHTS = b"w"
+"""How messages begin that change weights."""
+
+
+class WeightsMessage(msgspec.Struct, frozen=True, array_like=True):
+    """What a follower is to do with weights: ``stage`` a bucket, make an update ``ready``, ``exchange`` or ``drop`` it; or with
+    memory: ``release`` or ``restore`` it; or with a trainer's group: ``join`` or ``leave`` it.
+
+    ``flag``: whether a ready update is partial, and whether an exchange keeps the weights before.
+    """
+
+    verb: Literal["stage", "ready", "exchange", "drop", "release", "restore", "join", "leave"]
+    update: int = 0
+    bucket: WeightBucket | None = None
+    flag: bool = False
+    memory: tuple[Memory, ...] = ()
+    folder: str = ""
+    group: TrainerGroup | None = None
+    name: str = ""
+
+    def to_bytes(self) -> bytes:
+        """The message to followers."""
+        return _WEIGHTS + _encoder.encode(self)
+
+
+def drop_message(number: int) -> bytes:
+    """The message that has a follower forget an adapter."""
+    return _DROP_LORA + _encoder.encode(number)
+
+
 _LEADER = 1 << 0
 """The leader's bit among ranks that are waited for."""
 
@@ -149,6 +192,16 @@ def follow(runner: LoadedRunner, leader: Connection, waits: Waits | None = None)
         if message == COUNT_EXPERTS:
             experts.ask(len(launched))
             continue
+        if message[:1] == _READ_LORA:
+            lora = msgspec.msgpack.decode(message[1:], type=Lora)
+            threading.Thread(target=_read_lora, args=(runner, lora), name=f"adapter {lora.number}", daemon=True).start()
+            continue
+        if message[:1] == _DROP_LORA:
+            runner.drop_lora(msgspec.msgpack.decode(message[1:], type=int))
+            continue
+        if message[:1] == _WEIGHTS:
+            _change_weights(runner, msgspec.msgpack.decode(message[1:], type=WeightsMessage))
+            continue
         step = read(bytearray(message))
         with waits.launch(len(step.token_ids), asynchronous=runner.asynchronous):
             if len(step.masked):
@@ -196,6 +249,45 @@ def _report(number: int, launched: LaunchedStep | Exception, entered: int, *, wh
     except Exception as error:
         logger.exception("step %d failed", number)
         return RankReport.of_failure(number, error, entered)
+
+
+def _read_lora(runner: LoadedRunner, lora: Lora) -> None:
+    """Reads an adapter with the leader, who raises what this rank could not do."""
+    try:
+        runner.read_lora(lora)
+    except SapwoodError as error:
+        logger.warning("adapter %s was not read: %s", lora.name, error)
+
+
+def _change_weights(runner: LoadedRunner, message: WeightsMessage) -> None:
+    """Does with the leader what it does with weights: staging in a thread beside the steps, the exchange between them."""
+    update = message.update
+    match message.verb:
+        case "exchange":
+            runner.exchange_weights(update, keep=message.flag)
+        case "drop":
+            runner.drop_weights(update)
+        case "release":
+            runner.release_memory(message.memory, message.folder)
+        case "restore":
+            runner.restore_memory(message.memory, message.folder)
+        case "leave":
+            runner.leave_group(message.name)
+        case "stage" | "ready" | "join":
+            threading.Thread(target=_stage_weights, args=(runner, message), name="weights", daemon=True).start()
+
+
+def _stage_weights(runner: LoadedRunner, message: WeightsMessage) -> None:
+    """The leader raises what this rank could not do."""
+    try:
+        if message.group is not None:
+            runner.join_group(message.group)
+        elif message.bucket is not None:
+            runner.stage_weights(message.bucket)
+        else:
+            runner.ready_weights(message.update, partial=message.flag)
+    except SapwoodError as error:
+        logger.warning("weights were not staged: %s", error)
 
 
 class _ExpertCounts:

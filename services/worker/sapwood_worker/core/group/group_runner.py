@@ -17,8 +17,19 @@ from typing import TypeVar
 import numpy as np
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.core.group.follower import COLLECT, COUNT_EXPERTS, READY, RankReport, attempt, finished
+from sapwood_worker.core.group.follower import (
+    COLLECT,
+    COUNT_EXPERTS,
+    READY,
+    RankReport,
+    WeightsMessage,
+    attempt,
+    drop_message,
+    finished,
+    read_message,
+)
 from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.records.lora import Lora, LoraFacts
 from sapwood_worker.records.ranks import DEVICE, Waits
 from sapwood_worker.records.step import (
     CopyReport,
@@ -32,6 +43,7 @@ from sapwood_worker.records.step import (
     Step,
 )
 from sapwood_worker.records.step_wire import encode, encode_masks
+from sapwood_worker.records.weights import Memory, TrainerGroup, WeightBucket, WeightsFacts
 
 # The leader's runner: hands every step to the followers, and looks whether all ranks sample the same.
 
@@ -58,12 +70,14 @@ class Followers:
 
     Attributes:
         waits: The same, or one at which nobody looks.
+        speaking: Held while messages are sent; a step and its masks are sent without another message between them.
 
     Raises:
         ConfigError: A rank could not load its part of the model.
     """
 
     def __init__(self, ways: Sequence[Connection], waits: Waits | None, *, asynchronous: bool) -> None:
+        self.speaking = threading.RLock()
         self.waits = waits or Waits()
         self._ways = ways
         self._asynchronous = asynchronous
@@ -88,7 +102,8 @@ class Followers:
     def tell_one(self, rank: int, message: bytes | bytearray) -> None:
         """Sends a message to one of them. Raises RankLostError if it is gone."""
         try:
-            self._ways[rank - 1].send_bytes(message)
+            with self.speaking:
+                self._ways[rank - 1].send_bytes(message)
         except OSError as error:
             raise RankGoneError(f"rank {rank} is gone") from error
 
@@ -249,7 +264,8 @@ class LeadingRunner(ABC):
         self.experts: Callable[[], Callable[[], list[list[int]]]] | None = None
         if experts is not None:
             self.experts = lambda: group.shown(experts())
-        self.sums = runner.sums
+        self.sums, self.check_pictures = runner.sums, runner.check_pictures
+        self.picture_use = runner.picture_use
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.exchanged_bytes = runner.exchanged_bytes
@@ -259,6 +275,53 @@ class LeadingRunner(ABC):
 
     def own_pool(self) -> None:  # noqa: B027 - not abstract: it is nothing for both
         """None: a rank has but a part of a page."""
+
+    def read_lora(self, lora: Lora) -> LoraFacts:
+        """As :meth:`LoadedRunner.read_lora`; the ranks' runners agree among themselves whether all have read it."""
+        self._followers.tell(read_message(lora))
+        return self._runner.read_lora(lora)
+
+    def drop_lora(self, number: int) -> None:
+        self._followers.tell(drop_message(number))
+        self._runner.drop_lora(number)
+
+    def stage_weights(self, bucket: WeightBucket) -> WeightsFacts:
+        """As :meth:`LoadedRunner.stage_weights`; the ranks' runners agree among themselves."""
+        self._followers.tell(WeightsMessage("stage", bucket.update, bucket).to_bytes())
+        return self._runner.stage_weights(bucket)
+
+    def ready_weights(self, update: int, *, partial: bool) -> WeightsFacts:
+        self._followers.tell(WeightsMessage("ready", update, flag=partial).to_bytes())
+        return self._runner.ready_weights(update, partial=partial)
+
+    def exchange_weights(self, update: int, *, keep: bool) -> bytes:
+        """As :meth:`LoadedRunner.exchange_weights`: every rank does so between the same two steps."""
+        self._followers.tell(WeightsMessage("exchange", update, flag=keep).to_bytes())
+        return self._runner.exchange_weights(update, keep=keep)
+
+    def drop_weights(self, update: int) -> None:
+        self._followers.tell(WeightsMessage("drop", update).to_bytes())
+        self._runner.drop_weights(update)
+
+    def join_group(self, group: TrainerGroup) -> None:
+        """As :meth:`LoadedRunner.join_group`; it stands when all ranks are there."""
+        self._followers.tell(WeightsMessage("join", group=group).to_bytes())
+        self._runner.join_group(group)
+
+    def leave_group(self, name: str) -> bool:
+        self._followers.tell(WeightsMessage("leave", name=name).to_bytes())
+        return self._runner.leave_group(name)
+
+    def release_memory(self, memory: Sequence[Memory], folder: str) -> int:
+        """As :meth:`LoadedRunner.release_memory`: what one rank refuses, all refuse, as they hold weights alike."""
+        size = self._runner.release_memory(memory, folder)
+        self._followers.tell(WeightsMessage("release", memory=tuple(memory), folder=folder).to_bytes())
+        return size
+
+    def restore_memory(self, memory: Sequence[Memory], folder: str) -> None:
+        """As :meth:`LoadedRunner.restore_memory`; a rank that cannot is lost."""
+        self._runner.restore_memory(memory, folder)
+        self._followers.tell(WeightsMessage("restore", memory=tuple(memory), folder=folder).to_bytes())
 
     def execute(self, step: Step) -> ModelOutput:
         return self.launch(step).result()
@@ -320,7 +383,8 @@ class GroupRunner(LeadingRunner):
         return self._runner.cache_identity()
 
     def launch(self, step: Step) -> LaunchedStep:
-        with self._followers.waits.launch(len(step.token_ids), asynchronous=self.asynchronous):
+        waits = self._followers.waits.launch(len(step.token_ids), asynchronous=self.asynchronous)
+        with self._followers.speaking, waits:
             step.settle()
             self.tell(encode(step))
             self._in_flight += 1
@@ -475,7 +539,8 @@ class DataParallelRunner(LeadingRunner):
         if not step.parts:
             step = Step(step.number, parts=(step, *[Step(step.number)] * len(self._followers)))
         own, *others = together(step)
-        with self._followers.waits.launch(len(own.token_ids), asynchronous=self.asynchronous):
+        waits = self._followers.waits.launch(len(own.token_ids), asynchronous=self.asynchronous)
+        with self._followers.speaking, waits:
             for rank, part in enumerate(others, 1):
                 self._followers.tell_one(rank, encode(part))
             for rank, part in enumerate(others, 1):  # each rank reads its masks in the middle of a step that all are in

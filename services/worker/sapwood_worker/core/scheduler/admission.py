@@ -13,7 +13,8 @@ A waiting request starts with its first tokens, if there are a row and pages. Wh
 3. A retracted request goes before new ones of tenants that have something running.
 4. Tenants start requests in the order of :class:`AdmissionOrder`, and share the free rows.
 5. Requests that fit overtake a new request that finds no pages, until it has starved.
-A request that waits for a running request to compute a shared prefix does not hold up others.
+A request that waits for a running request to compute a shared prefix, or for a slot for its adapter, does not hold up others
+(``lora_slots.py`` says how it gets one).
 
 Bound. Of n tenants with prompts at a level, where rows and pages suffice, the shortest prompt of each, of s tokens, is computed
 in ``s / max(1, budget // n // 2)`` steps, and so is the oldest. With more tenants than tokens in the budget, the tenants that
@@ -30,6 +31,7 @@ from itertools import chain
 
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.scheduler.batch import RunningBatch
+from sapwood_worker.core.scheduler.lora_slots import SlotPool
 from sapwood_worker.core.scheduler.request import Request, RequestState
 from sapwood_worker.core.scheduler.waiting import TOP, WINDOW, AdmissionOrder, Level, TenantFairness, WaitingQueue
 
@@ -152,6 +154,7 @@ class PrefillAdder:
         budget: Tokens this step may prefill.
         ratio: The share of their ``max_tokens`` that requests will generate; pages for these tokens stay in reserve.
         computing: The chunks that steps in flight compute, in the form of ``chunks``.
+        picture_tokens: Tokens of pictures that the step may begin with; one picture is always begun.
 
     Attributes:
         budget: Tokens that are left.
@@ -163,8 +166,10 @@ class PrefillAdder:
         budget: int,
         ratio: NewTokenRatio,
         computing: Sequence[tuple[Request, int]] = (),
+        picture_tokens: int = 0,
     ) -> None:
         self._running = running
+        self._most_shown = self._left_shown = picture_tokens
         self._computing = computing
         self.budget = budget
         # The budget that is left for requests with such tokens.
@@ -183,6 +188,15 @@ class PrefillAdder:
         """How many more requests could run."""
         return self._running.num_free_slots
 
+    def _shown(self, request: Request, start: int, count: int) -> int:
+        """How many of the tokens from ``start`` on a step may compute without beginning with more pictures than it may encode."""
+        for each in request.pictures:
+            if start <= each.offset < start + count:
+                if each.length > self._left_shown and self._left_shown < self._most_shown:
+                    return each.offset - start
+                self._left_shown -= each.length
+        return count
+
     def should_wait(self, request: Request) -> bool:
         """Whether a waiting request should wait longer, because a request in this step or in flight computes much of its prompt.
 
@@ -195,7 +209,7 @@ class PrefillAdder:
         """Starts a waiting request if there are a row and pages for its known tokens; returns whether it has started.
 
         If nothing runs there always are. Otherwise there must also be pages for the tokens that all these requests are expected
-        to generate, at least one page for each.
+        to generate, at least one page for each. :meth:`has_lora_slot` must be true.
         """
         if self.num_free_slots < 1:
             return False
@@ -208,6 +222,10 @@ class PrefillAdder:
         self._reserved = (self._reserved or 0) + growth
         return True
 
+    def has_lora_slot(self, request: Request) -> bool:
+        """Whether the request needs no adapter, or there is a slot for it."""
+        return self._running.has_lora_slot(request)
+
     def fits(self, request: Request) -> bool:
         """Whether there are pages to start a request."""
         if not len(self._running):
@@ -218,6 +236,12 @@ class PrefillAdder:
         enough = needed + self._reserved <= self._running.num_available_pages
         return enough and self._running.windows_fit(self._expected(request))
 
+    @staticmethod
+    def _scores(request: Request, count: int) -> bool:
+        """Whether log probabilities are wanted of some of the request's next tokens."""
+        first = request.sampling.prompt_logprobs_start
+        return request.wanted_prompt_logprobs is not None and request.planned + count > first
+
     def give(self, request: Request, most: int) -> int:
         """Adds a running request's next tokens to the step, within the budget; returns how many tokens of the budget they
         took."""
@@ -227,12 +251,19 @@ class PrefillAdder:
             return 0
         if request.whole:
             most = left
-        elif request.wanted_prompt_logprobs is not None:
+        elif self._scores(request, given + min(left, most)):
             allowed = self._scored.setdefault(request, -(-self.budget // 2))
             if allowed < 1:
                 return 0
             cost, most = _SCORED, max(1, min(most, allowed) // _SCORED)
         count = self._running.reachable(request, given + min(left, most)) - given
+        if request.pictures and count > 0:
+            start = request.planned + given
+            wanted = request.chunk_end(start, start + count) - start
+            # A whole picture may take more than the budget, but not more than there are pages of windows.
+            if wanted > count and self._running.reachable(request, given + wanted) - given < wanted:
+                return 0
+            count = wanted if request.whole else self._shown(request, start, wanted)
         if count < 1:
             return 0  # until others have left pages of a window
         self._given[request] = given + count
@@ -268,6 +299,7 @@ class Admission:
         ratio: What requests are expected to generate.
         tiers: The KV cache's lower tiers; they learn which requests no longer wait for them.
         cached_tokens: How many tokens of a request the prefix cache has.
+        loras: The slots of adapters.
 
     Attributes:
         prompt_tokens: Tokens of all prompts that have been admitted.
@@ -284,9 +316,11 @@ class Admission:
         ratio: NewTokenRatio,
         tiers: HierarchicalCache | None,
         cached_tokens: Callable[[Request], int],
+        loras: SlotPool,
     ) -> None:
         self._waiting = waiting
         self._running = running
+        self._loras = loras
         self._order = order
         self._fairness = fairness
         self._retraction = retraction
@@ -308,8 +342,10 @@ class Admission:
         """
         if not self._running.requests or not len(self._waiting):
             return False
-        return (self._order.by_priority and self._preempt_level(step, in_flight=in_flight)) or self._preempt_tenant(
-            step, in_flight=in_flight
+        return (
+            self._vacate(step, in_flight=in_flight)
+            or (self._order.by_priority and self._preempt_level(step, in_flight=in_flight))
+            or self._preempt_tenant(step, in_flight=in_flight)
         )
 
     def admit(self, adder: PrefillAdder, unfinished: Sequence[Request], step: int, *, new: bool) -> None:
@@ -347,7 +383,7 @@ class Admission:
         request.waited += step - request.queued_at
         if request.cached is None:
             request.cached = request.computed
-            self.prompt_tokens += request.prompt_length
+            self.prompt_tokens += request.prompt_length + (0 if request.walk is None else request.walk.computed)
             self.cached_tokens += request.cached
             self._fairness.admitted(request.tenant, step)
         return True
@@ -381,7 +417,7 @@ class Admission:
             if head.slot < 0 and (self._order.has_turn(head, step) or not present[tenant]):
                 starts.try_first(head)
         for request in waiting.retracted:
-            if request.slot < 0 and not starts.try_first(request):
+            if request.slot < 0 and not starts.try_first(request) and adder.has_lora_slot(request):
                 starts.closed = True
                 break
         lines: dict[str, list[Request]] = {}
@@ -405,7 +441,10 @@ class Admission:
             return self._pass(adder, line, part, starts)
         spent = self._pass(adder, line, part - (part + step % _SHORT) // _SHORT, starts)
         if spent < part and adder.budget > 0:
-            starved = any(each.slot < 0 and self._order.starved(each, step) for each in line[:WINDOW])
+            starved = any(
+                each.slot < 0 and self._order.starved(each, step) and self._running.has_lora_slot(each)
+                for each in line[:WINDOW]
+            )
             short = line if starved else self._by_size(line, starts)
             spent += self._pass(adder, short, part - spent, starts)
         return spent
@@ -430,7 +469,8 @@ class Admission:
     def _by_size(self, line: Sequence[Request], starts: _Starts) -> list[Request]:
         """Prompts, the shortest first; waiting ones only if they get a row without a retraction."""
         running = [request for request in line if request.slot >= 0]
-        waiting = [request for request in line if request.slot < 0][: min(WINDOW, starts.num_free_slots)]
+        waiting = [request for request in line if request.slot < 0 and self._running.has_lora_slot(request)]
+        waiting = waiting[: min(WINDOW, starts.num_free_slots)]
         return sorted(chain(running, waiting), key=self._size)
 
     def _size(self, request: Request) -> int:
@@ -442,10 +482,27 @@ class Admission:
             request.size = request.remaining - self._cached_tokens(request)
         return request.size
 
+    def _vacate(self, step: int, *, in_flight: bool) -> bool:
+        """Sends back the requests of slots that other adapters have waited for long enough."""
+        if not self._loras.contended:
+            return False
+        slots = self._loras.claim(
+            self._waiting,
+            step,
+            lambda each: self._order.level(each, step),
+            lambda each: self._order.starved(each, step),
+        )
+        leaving = [request for request in self._running.requests if request.lora_slot in slots] if slots else []
+        if leaving and in_flight:
+            return True
+        for request in reversed(leaving):
+            self._retraction.for_priority(request, step)
+        return False
+
     def _preempt_level(self, step: int, *, in_flight: bool) -> bool:
         running = self._running.requests
-        first = next(self._order.order(self._waiting, step), None)
-        if first is None:  # all of them wait for pages that are being fetched
+        first = next(filter(self._running.has_lora_slot, self._order.order(self._waiting, step)), None)
+        if first is None:  # all of them wait for pages that are being fetched, or for slots
             return False
         level = self._order.level(first, step)
         while running and -running[-1].rank[0] < level:
@@ -465,7 +522,7 @@ class Admission:
         for _, tenant, queue in self._waiting.queues():
             if present[tenant]:
                 continue
-            head = next((request for request in queue.values() if not request.held), None)
+            head = next((each for each in queue.values() if not each.held and self._running.has_lora_slot(each)), None)
             if head is None or step - head.queued_at < PATIENCE:
                 continue
             if first is None or (self._order.level(head, step), -head.arrival) > (
@@ -541,7 +598,9 @@ class _Starts:
 
     def try_start(self, request: Request) -> bool:
         """Starts a request in its turn."""
-        if self.ended or request.serial in self._failed or self._tries[request.tenant] >= _TRIED:
+        if self.ended or request.serial in self._failed or not self._adder.has_lora_slot(request):
+            return False
+        if self._tries[request.tenant] >= _TRIED:
             return False
         if not self._try(request):
             self._tries[request.tenant] += 1
@@ -550,7 +609,7 @@ class _Starts:
         return True
 
     def _try(self, request: Request) -> bool:
-        if request.serial in self._failed:
+        if request.serial in self._failed or not self._adder.has_lora_slot(request):
             return False
         if not self._adder.should_wait(request):
             if self._admission.start(self._adder, request, self._step):

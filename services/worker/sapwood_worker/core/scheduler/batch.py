@@ -11,6 +11,7 @@ import numpy.typing as npt
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.cache.pages import PageTable
 from sapwood_worker.core.cache.prefix import PrefixCache, Written
+from sapwood_worker.core.scheduler.lora_slots import SlotPool
 from sapwood_worker.core.scheduler.request import Request, RequestState
 from sapwood_worker.records.grammar_state import GrammarState, MaskFiller
 from sapwood_worker.records.step import Copies, Entry, IntArray, Step
@@ -23,12 +24,24 @@ class RunningBatch:
         table: The page table.
         cache: Where pages come from and go to.
         page_size: Tokens in a page.
+        loras: Where adapters get their slots.
+        rewinds: Whether a request can go back to an earlier token: all its keys and values are kept, and nothing else.
     """
 
-    def __init__(self, table: PageTable, cache: PrefixCache, page_size: int) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        cache: PrefixCache,
+        page_size: int,
+        loras: SlotPool | None = None,
+        *,
+        rewinds: bool = True,
+    ) -> None:
         self._table = table
         self._cache = cache
+        self._loras = SlotPool(0) if loras is None else loras
         self._page_size = page_size
+        self.rewinds = rewinds
         self.requests: list[Request] = []
 
     def __len__(self) -> int:
@@ -58,6 +71,10 @@ class RunningBatch:
         """How many pages could be given to requests now."""
         return self._cache.num_available
 
+    def has_lora_slot(self, request: Request) -> bool:
+        """Whether the request needs no adapter, or there is a slot for it."""
+        return self._loras.fits(request.lora)
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
         return -(-tokens // self._page_size)
@@ -72,18 +89,62 @@ class RunningBatch:
         others = [other for other in others if other.namespace == request.namespace]
         if not self._cache.enabled or not others:
             return 0
-        start = self._cache.probe(request.reusable, request.namespace)[0] * self._page_size
-        first_page = request.token_ids[start : start + self._page_size]
+        start = self._cache.find(request.reusable, request.namespace)
+        states = self._cache.states
+        first_page = request.keyed[start : start + self._page_size]
         most = 0
         for other in others:
             limit = min(len(request.reusable) - 1, len(other.token_ids))
-            if start >= limit or first_page != other.token_ids[start : start + self._page_size]:
+            if start >= limit or first_page != other.keyed[start : start + self._page_size]:
                 continue
-            mine, theirs = (np.frombuffer(tokens, np.uint32, limit) for tokens in (request.token_ids, other.token_ids))
+            mine, theirs = (np.frombuffer(tokens, np.uint32, limit) for tokens in (request.keyed, other.keyed))
             differing = mine != theirs
             common = int(differing.argmax()) if differing.any() else limit
-            most = max(most, common // self._page_size * self._page_size - start)
+            found = common // self._page_size * self._page_size
+            if states is not None:
+                # It finds the keys and values, but needs a state as well: where it branches off, if that is not computed yet.
+                if found > max(start, other.planned) and found < other.prompt_length:
+                    states.want(other.slot, found)
+                coming = states.coming(other.slot, other.planned, other.prompt_length)
+                found = max((each for each in coming if each <= found), default=0)
+            most = max(most, found - start)
         return most
+
+    def enter_state(self, request: Request) -> int:
+        """The snapshot from which a request that has just got a row continues; -1: none."""
+        return -1 if self._cache.states is None else self._cache.states.enter(request.slot)
+
+    def took_state(self, request: Request, tokens: int) -> None:
+        """Takes note that a step has taken a snapshot of a request's state after this many tokens."""
+        assert self._cache.states is not None
+        self._cache.states.took(request.slot, tokens, request.prompt_length)
+
+    def plan_states(
+        self, requests: Sequence[Request], starts: IntArray, counts: IntArray
+    ) -> tuple[IntArray, list[tuple[int, int, int]]]:
+        """What a step does for layers that keep a state.
+
+        Args:
+            requests: Those of its parts.
+            starts: int64 [P]: their tokens before the step's.
+            counts: int64 [P]: the step's.
+
+        Returns:
+            ``Step.again``, and the snapshots: for each a part, after how many of the request's tokens, and its slot.
+        """
+        states = self._cache.states
+        if states is None:
+            return np.zeros(0, np.int64), []
+        again = np.zeros(len(requests), np.int64)
+        saves: list[tuple[int, int, int]] = []
+        ranges = zip(requests, starts.tolist(), (starts + counts).tolist(), strict=True)
+        for part, (request, start, end) in enumerate(ranges):
+            if start >= request.prompt_length and end == start + 1 and end % self._page_size:
+                continue
+            again[part] = max(0, min(end, self._cache.kept(request.slot)) - start)
+            taken = states.plan(request.slot, start, end, request.prompt_length)
+            saves += [(part, tokens, snapshot) for tokens, snapshot in taken]
+        return again if again.any() else again[:0], saves
 
     def windows_fit(self, tokens: int) -> bool:
         """Whether every window has pages for one more request of this many tokens, besides the pages that running requests may
@@ -93,10 +154,12 @@ class RunningBatch:
     def start(self, request: Request, expected: int = 0) -> None:
         """Gives a request a row, its cached pages, and pages for the rest of its known tokens.
 
-        There must be a free slot and :meth:`pages_to_start` free pages; :meth:`windows_fit` for ``expected`` tokens.
+        There must be a free slot and :meth:`pages_to_start` free pages; :meth:`windows_fit` for ``expected`` tokens, and
+        :meth:`has_lora_slot`.
         """
         request.become(RequestState.RUNNING)
         request.slot = self._table.open()
+        request.lora_slot = self._loras.take(request.lora, request.tenant)
         request.enters = True
         request.computed = self._cache.open(
             request.slot, request.request_id, request.reusable, request.namespace, expected
@@ -158,8 +221,8 @@ class RunningBatch:
     def commit(self, request: Request) -> None:
         """Puts the full pages of a request's computed tokens into the prefix cache."""
         # After an abort with steps in flight, more tokens are computed than known.
-        known = len(request.token_ids)
-        self._cache.commit(request.slot, request.token_ids, min(request.computed, known))
+        known = len(request.token_ids) if request.walk is None else request.prompt_length
+        self._cache.commit(request.slot, request.keyed, min(request.computed, known))
 
     def stop(self, request: Request, state: RequestState, *, keep: bool = True) -> None:
         """Takes the row from a request; its pages stay in the cache, unlocked, unless ``keep`` is false.
@@ -171,8 +234,9 @@ class RunningBatch:
             self.commit(request)
         self._cache.close(request.slot)
         self._table.close(request.slot)
+        self._loras.release(request.lora_slot, request.tenant)
         self.requests.remove(request)
-        request.slot = -1
+        request.slot = request.lora_slot = -1
         request.capacity = request.reach = 0
         request.computed = request.planned = request.unknown = 0
         request.become(state)
@@ -338,17 +402,22 @@ class StepInFlight:
         copies: The page copies that run before the step.
         filler: Fills grammar masks, beginning now; None: no request has a grammar.
         drafts: For each of ``decodes``, the draft tokens after the next one; empty: no draft. Only if there are no chunks.
+        forced: Whether the drafts are of text that grammars force.
 
     Attributes:
-        decodes, chunks, drafts: The arguments.
+        decodes, chunks, drafts, forced: The arguments.
         samples: For each chunk whether it samples.
         plan: The plan for the runner, decodes first.
+        scored: For each of the plan's scores, whose it is, and which of the request's tokens.
+        saved: The snapshots of states that it takes: requests, and after how many tokens.
         written: A handle of the last page that each part writes, made when the step is planned.
         awaits_tokens: Whether the next step can be planned only after this step's tokens are known: a grammar, a logit processor
             or a draft needs them.
     """
 
-    __slots__ = ("_filled", "awaits_tokens", "chunks", "decodes", "drafts", "plan", "samples", "written")
+    __slots__ = (
+        "_filled", "awaits_tokens", "chunks", "decodes", "drafts", "forced", "plan", "samples", "saved", "scored", "written",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -359,8 +428,11 @@ class StepInFlight:
         copies: Copies | None,
         filler: MaskFiller | None,
         drafts: Sequence[list[int]] = (),
+        *,
+        forced: bool = False,
     ) -> None:
         assert not (chunks and drafts)
+        self.forced = forced
         self.decodes = decodes
         self.chunks = chunks
         self.drafts = drafts
@@ -370,6 +442,8 @@ class StepInFlight:
         grammars: list[GrammarState] = []
         masked: list[int] = []
         processed = False
+        scores: list[tuple[int, int, int]] = []
+        self.scored: list[tuple[Request, int]] = []
         for request in decodes:
             start = request.planned
             known = request.token_ids
@@ -395,7 +469,14 @@ class StepInFlight:
                 rows.append(request.slot)
                 starts.append(start)
                 counts.append(count)
-                samples = start + count == len(request.token_ids) + request.unknown and not request.pooling
+                ends = start + count == len(request.token_ids) + request.unknown
+                samples = ends and not request.pooling and request.walk is None
+                if request.walk is not None:
+                    wanted = request.walk.branch.wanted
+                    for position in range(start, start + count) if wanted else ():
+                        for token, scored in wanted.get(position, ()):
+                            self.scored.append((request, scored))
+                            scores.append((len(rows) - 1, position - start, token))
                 self.samples.append(samples)
                 known_tokens.append(_tokens(request, start, count))
                 request.planned = start + count
@@ -411,7 +492,7 @@ class StepInFlight:
             computed = np.concatenate(known_tokens)
             each = np.array(counts, np.int64)
             sampled = np.array([1] * len(decodes) + self.samples, np.int64)
-            entries = tuple(_enter(request) for request, _ in chunks if request.enters)
+            entries = tuple(_enter(request, running) for request, _ in chunks if request.enters)
         elif drafts:
             computed = np.array(
                 [one for token, draft in zip(tokens, drafts, strict=True) for one in (token, *draft)], np.int64
@@ -425,6 +506,13 @@ class StepInFlight:
         slots, begins = np.array(rows, np.int64), np.array(starts, np.int64)
         pages, self.written = running.pages_of(slots, begins + each)
         self.plan = plan = Step(number, slots, begins, each, sampled, computed, pages, entries, copies=copies)
+        if scores:
+            plan.scored = np.array(scores, np.int64)
+        requests = self.requests
+        plan.again, saves = running.plan_states(requests, begins, each)
+        self.saved = [(requests[part], tokens) for part, tokens, _ in saves]
+        if saves:
+            plan.saves = np.array([(part, tokens - starts[part], slot) for part, tokens, slot in saves], np.int64)
         self._filled = None
         if grammars:
             assert filler is not None, "a request has a grammar, but nothing fills masks"
@@ -455,7 +543,7 @@ def _tokens(request: Request, start: int, count: int) -> IntArray:
     return tokens
 
 
-def _enter(request: Request) -> Entry:
+def _enter(request: Request, running: RunningBatch) -> Entry:
     """The facts for the runner about a request that has just got a row."""
     request.enters = False
     scored = request.wanted_prompt_logprobs
@@ -468,6 +556,9 @@ def _enter(request: Request) -> Entry:
         request.prompt_length,
         scored,
         request.pooling,
+        request.lora_slot,
+        running.enter_state(request),
+        request.pictured(),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from sapwood_worker.core.cache.eviction import EvictionName
 from sapwood_worker.core.scheduler.waiting import PolicyName
-from sapwood_worker.records.kv_layout import WindowGroup
+from sapwood_worker.records.kv_layout import StateSlots, WindowGroup
 
 SpeculateName = Literal["auto", "off", "prefix"]
 
@@ -32,14 +32,20 @@ class SchedulerConfig:
         kv_events: Whether to note what the prefix cache stores and removes; :meth:`Scheduler.take_kv_events` must then be
             called after each step.
         whole_prompts: Whether a prompt must be computed in one step, however long it is.
+        whole_pictures: Whether each of a prompt's pictures must be.
+        picture_tokens: Tokens of pictures that a step may begin with, and so encode: others wait for the next step. One picture
+            is always begun.
         jump_forward: Whether a token that a grammar forces is appended without running the model for it.
         windows: For each kind of sliding-window layers, its pages.
+        states: The slots for snapshots of states; None: no layer keeps a state. If one does, nothing is drafted: a state cannot
+            go back.
         speculate: Whether to draft tokens: never (off), if drafts pay by the measured time of steps (auto), or
             wherever text repeats earlier text (prefix).
         micro_batches: The most steps in flight at once; each step has other requests (with ``chained`` one step more). 1:
             :meth:`Scheduler.plans_ahead` decides.
         micro_batches_from: The least number of running requests that are divided over the micro-batches, if ``chained``.
         chained: Whether, with micro-batches, a step may compute a token that only the device knows yet.
+        lora_slots: Adapters that the device holds at once.
         conservativeness: Factor on the pages that admission reserves for tokens that running requests are expected to generate.
     """
 
@@ -58,9 +64,13 @@ class SchedulerConfig:
     kv_events: bool = False
     conservativeness: float = 1.0
     whole_prompts: bool = False
+    whole_pictures: bool = False
+    picture_tokens: int = 1 << 20
     jump_forward: bool = True
     speculate: SpeculateName = "off"
     windows: tuple[WindowGroup, ...] = ()
+    states: StateSlots | None = None
     micro_batches: int = 1
     micro_batches_from: int = 1
     chained: bool = False
+    lora_slots: int = 0

@@ -22,11 +22,13 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.results import Handoffs
 from sapwood_worker.core.scheduler.scheduler import Demand, Scheduler
+from sapwood_worker.core.scheduler.waiting import check_room
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
 from sapwood_worker.records.load import Load, RankLoad, sum_loads
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import ModelOutput, Step
+from sapwood_worker.records.weights import InFlight
 
 
 class RankPlanner:
@@ -101,10 +103,10 @@ class RankPlanner:
             InvalidArgumentError: As :meth:`Lifecycle.add`.
             ResourceExhaustedError: The queues are full.
         """
-        if sum(each.num_waiting for each in self._ranks) >= self._config.max_waiting:
-            raise ResourceExhaustedError(
-                f"the queue is full: {self._config.max_waiting} requests wait", retry_after=1.0
-            )
+        waiting = sum(each.num_waiting for each in self._ranks)
+        if waiting >= self._config.max_waiting:
+            own = sum(each.num_waiting_of(request.tenant) for each in self._ranks)
+            check_room(self._config.max_waiting, waiting, own)
         rank = self.handoffs.take_rank(request.ticket)
         if rank is None:
             rank = self._choose([request.remaining - each.cached_tokens(request) for each in self._ranks])
@@ -178,6 +180,32 @@ class RankPlanner:
         self._in_flight.clear()
         self._planned.clear()
         return [output for each in self._ranks for output in each.fail_step(error)]
+
+    def abort_all(self) -> list[RequestOutput]:
+        """As :meth:`Scheduler.abort_all`."""
+        return [output for each in self._ranks for output in each.abort_all()]
+
+    def sleep(self, *, abort: bool) -> list[RequestOutput]:
+        """As :meth:`Scheduler.sleep`."""
+        return [output for each in self._ranks for output in each.sleep(abort=abort)]
+
+    def wake_up(self) -> None:
+        """As :meth:`Scheduler.wake_up`."""
+        for each in self._ranks:
+            each.wake_up()
+
+    def change_weights(self, digest: bytes, in_flight: InFlight, *, flush: bool) -> list[RequestOutput]:
+        """As :meth:`Scheduler.change_weights`."""
+        return [output for each in self._ranks for output in each.change_weights(digest, in_flight, flush=flush)]
+
+    def lora_requests(self, number: int) -> int:
+        """As :meth:`Scheduler.lora_requests`."""
+        return sum(each.lora_requests(number) for each in self._ranks)
+
+    def forget_lora(self, number: int) -> None:
+        """As :meth:`Scheduler.forget_lora`."""
+        for each in self._ranks:
+            each.forget_lora(number)
 
     def flush_cache(self) -> int:
         """As :meth:`Scheduler.flush_cache`."""

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.cache.page_key import PictureName, PictureNames
+from sapwood_worker.core.scheduler.score_walk import Branch, ScoreWalk
+from sapwood_worker.records.continuations import Continuation, longest
 from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import Pooling, TokenLogprobs
+from sapwood_worker.records.pictures import Picture, Pictured
 
 # The states of a request and the ways between them.
 
@@ -145,8 +150,13 @@ class Request:
         pooling: How its hidden states become an embedding, which is then its only output; empty: it generates.
         hands_off: Whether it ends with its first token, and its pages are kept for another worker.
         ticket: The ticket for pages of its prompt that another worker keeps; None: no ticket.
+        lora: The number of its adapter; 0: none.
+        pictures: Those in its prompt, in order.
+        walk: The continuations that it scores; ``token_ids`` end with what is computed of them now. None: it generates.
+        lora_slot: The adapter's slot while the request runs, else -1.
         pooled: float32 [hidden_size]: the hidden states of its chunks so far, pooled.
         whole: Whether its prompt must be computed in one step.
+        unsplit: Whether each of its pictures must be.
         grammar: What the output must match; kept while the request waits or is retracted, closed when it ends.
         max_length: The request ends when prompt and output have this many tokens; set when it is accepted.
         computed: Leading tokens whose KV is in the request's pages.
@@ -162,6 +172,7 @@ class Request:
         reach: Tokens that its window pages hold, including freed ones; 0 without a row.
         stops: The tokens that end it; set when it is accepted.
         jumps: Whether tokens that its grammar forces are appended without running the model; set when it is accepted.
+        forced_rate: How often tokens that spell text its grammar forces were the model's own choice of late; 0: none is drafted.
         over: Whether it has ended for its client while steps in flight still compute it. It keeps its row until those steps are
             done.
         planned: ``computed`` and the tokens that steps in flight compute.
@@ -182,11 +193,14 @@ class Request:
     Args:
         prompt: Token ids, at least one.
         output_tokens: How many of the last tokens of ``prompt`` are output of an earlier attempt.
-        serial, request_id, sampling, namespace, grammar, priority, tenant, deadline, pooling, hands_off, ticket: The
-            attributes of these names.
+        continuations: The tree of ``walk``; empty: it generates.
+        serial, request_id, sampling, namespace, grammar, priority, tenant, deadline, pooling, hands_off, ticket, lora,
+            pictures: The attributes of these names.
     """
 
     __slots__ = (
+        "_keyed",
+        "_named",
         "_scored",
         "_state",
         "arrival",
@@ -197,15 +211,19 @@ class Request:
         "drafts",
         "enters",
         "failure",
+        "forced_rate",
         "grammar",
         "hands_off",
         "held",
         "in_flight",
         "jumps",
+        "lora",
+        "lora_slot",
         "max_length",
         "namespace",
         "output_start",
         "over",
+        "pictures",
         "planned",
         "pooled",
         "pooling",
@@ -229,7 +247,9 @@ class Request:
         "ticket",
         "token_ids",
         "unknown",
+        "unsplit",
         "waited",
+        "walk",
         "whole",
     )
 
@@ -249,6 +269,9 @@ class Request:
         pooling: Pooling = "",
         hands_off: bool = False,
         ticket: HandoffTicket | None = None,
+        lora: int = 0,
+        pictures: tuple[Picture, ...] = (),
+        continuations: Sequence[Continuation] = (),
     ) -> None:
         self.serial = serial
         self.request_id = request_id
@@ -258,6 +281,11 @@ class Request:
         self.namespace = namespace
         self.grammar = grammar
         self.max_length = len(prompt) + sampling.max_tokens
+        self.walk: ScoreWalk | None = None
+        if continuations:
+            self.walk = ScoreWalk(len(prompt), continuations)
+            self.max_length = len(prompt) + longest(continuations)
+            self.token_ids.extend(self.walk.branch.tokens)
         self.computed = 0
         self.cached: int | None = None
         self.slot = -1
@@ -271,8 +299,13 @@ class Request:
         self.pooling: Pooling = pooling
         self.hands_off = hands_off
         self.ticket = ticket
+        self.lora = lora
+        self.pictures = pictures
+        self._named: list[PictureName] = []
+        self._keyed = self.token_ids
+        self.lora_slot = -1
         self.pooled: npt.NDArray[np.float32] | None = None
-        self.whole = False
+        self.whole = self.unsplit = False
         self.retractions = 0
         self.over = False
         self.planned = 0
@@ -286,12 +319,13 @@ class Request:
         self.enters = False
         self.capacity = self.reach = 0
         self.jumps = False
+        self.forced_rate = 0.0
         self.stops: frozenset[int] = frozenset()
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.drafts: RequestDrafts | None = None
         self.processed = bool(sampling.logit_processors)
         self.failure = ""
-        self._scored = 0
+        self._scored = sampling.prompt_logprobs_start
         self._state = RequestState.WAITING
 
     @property
@@ -314,8 +348,55 @@ class Request:
         """The tokens that may come from the prefix cache, and one more token. Tokens whose log probabilities or pooled states
         are wanted must be computed."""
         if self.pooling in ("mean", "cls"):
-            return self.token_ids[:1]
-        return self.token_ids if self.wanted_prompt_logprobs is None else self.token_ids[: self._scored + 1]
+            return self.keyed[:1]
+        if self.walk is not None:
+            return self.keyed[: self.prompt_length]
+        return self.keyed if self.wanted_prompt_logprobs is None else self.keyed[: self._scored + 1]
+
+    def name_pictures(self, names: PictureNames) -> None:
+        """Gives the pictures their numbers in keys; called once, before the request is looked up in the cache."""
+        keyed = self.token_ids[:]
+        for each in self.pictures:
+            token = keyed[each.offset]
+            name = names.name(each.digest, token)
+            self._named.append(name)  # which the names remember as long as the request does
+            for place in range(each.offset, each.end):
+                if keyed[place] == token:
+                    keyed[place] = name.number
+        self._keyed = keyed
+
+    def enter_branch(self, branch: Branch) -> None:
+        """Goes back to where a branch of the walk begins, and on with its tokens. No step in flight may compute the request."""
+        assert not self.in_flight
+        for tokens in (self.token_ids, self._keyed):  # the same object, unless there are pictures
+            del tokens[branch.start :]
+        self.token_ids.extend(branch.tokens)
+        self.computed = self.planned = min(self.computed, branch.start)
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """Where a chunk from ``start`` ends that is to end at ``end``: not within a picture that must not be cut, but before it,
+        or after it if the chunk begins with it."""
+        if self.unsplit:
+            for each in self.pictures:
+                if each.offset < end < each.end:
+                    return each.offset if each.offset > start else each.end
+        return end
+
+    @property
+    def keyed(self) -> array[int]:
+        """The tokens as the cache knows them: those of pictures are the pictures' numbers. Not to be changed."""
+        if self._keyed is not self.token_ids:
+            self._keyed.extend(self.token_ids[len(self._keyed) :])
+        return self._keyed
+
+    def pictured(self) -> Pictured | None:
+        """What the runner needs of the pictures from the next token on; without the pixels of those before."""
+        if not self.pictures:
+            return None
+        pictures = tuple(
+            each if each.end > self.computed else msgspec.structs.replace(each, pixels=b"") for each in self.pictures
+        )
+        return Pictured(self.token_ids[: pictures[-1].end].tobytes(), pictures)
 
     def add_pooled(self, start: int, chunk: npt.NDArray[np.float32]) -> None:
         """Adds the pooled hidden states, float32 [hidden_size], of the chunk from ``start`` on to those before it."""
@@ -332,8 +413,8 @@ class Request:
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
         """Adds log probabilities of the prompt tokens after ``start``; skips tokens that have them already, from before a
-        retraction."""
-        new = logprobs[self._scored - start :]
+        retraction. The runner leaves out those before ``prompt_logprobs_start``."""
+        new = logprobs[self._scored - max(start, self.sampling.prompt_logprobs_start) :]
         self._scored += len(new)
         self.prompt_logprobs += new
 

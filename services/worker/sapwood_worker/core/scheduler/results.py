@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 
+from sapwood_common.contract.page_hash import weights_namespace
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
@@ -16,6 +19,7 @@ from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.scheduler.batch import RunningBatch, StepInFlight
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request, RequestState
+from sapwood_worker.core.scheduler.score_walk import Branch, ScoreWalk
 from sapwood_worker.core.scheduler.waiting import TenantFairness, WaitingQueue
 from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.handoff import HandoffTicket
@@ -48,10 +52,12 @@ class StepResults:
     def take(self, step: StepInFlight, output: ModelOutput) -> list[RequestOutput]:
         """Takes the results of a step; returns each request's output, and ends complete requests."""
         outputs: list[RequestOutput] = []
+        for request, tokens in step.saved:
+            self._running.took_state(request, tokens)
         for part, failure in output.failures.items():
             step.requests[part].failure = failure
         logprobs = output.logprobs
-        for index, (request, tokens) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
+        for index, (request, sampled) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
             request.computed += 1
             request.in_flight -= 1
             request.unknown -= 1
@@ -59,12 +65,17 @@ class StepResults:
                 if not request.in_flight:
                     self._lifecycle.finish(request)
                 continue
-            taken = take_tokens(request, tokens, logprobs.get(index, [])) if logprobs else take_tokens(request, tokens)
+            taken = (
+                take_tokens(request, sampled, logprobs.get(index, [])) if logprobs else take_tokens(request, sampled)
+            )
             if request.jumps:
-                self.forced_tokens += max(0, len(taken.token_ids) - len(tokens))
+                self.forced_tokens += max(0, len(taken.token_ids) - len(sampled))
             outputs.append(taken)
             if taken.finish_reason is not None:
                 self._lifecycle.end(request)
+        for (request, number), logprob in zip(step.scored, output.scored, strict=True):
+            assert request.walk is not None
+            request.walk.put(number, logprob)
         first = len(step.decodes)
         for index, ((request, count), samples) in enumerate(zip(step.chunks, step.samples, strict=True), first):
             got = self._take_chunk(request, count, samples, index, output)
@@ -104,6 +115,9 @@ class StepResults:
             request.add_pooled(start, output.pooled[index])
             if request.computed == request.prompt_length:
                 taken = end_output(request, "stop", embedding=request.embedding)
+        elif request.walk is not None:
+            if request.computed == len(request.token_ids):
+                taken = self._advance(request, request.walk)
         elif samples:
             self._fairness.charge(request.tenant, 1)
             tokens = output.token_ids[index]
@@ -119,6 +133,33 @@ class StepResults:
         if request.state is RequestState.RUNNING:
             self._running.commit(request)  # other requests find the prompt from now on
         return taken
+
+    def _advance(self, request: Request, walk: ScoreWalk) -> RequestOutput | None:
+        """Goes on with the next branch of a computed one; returns the request's output if there is none."""
+        branch = walk.advance()
+        if branch is None:
+            if not all(map(math.isfinite, walk.logprobs)):
+                request.shared = False
+                return end_output(request, "error", "the model's logits are not finite numbers")
+            request.prompt_logprobs = [TokenLogprobs(logprob) for logprob in walk.logprobs]
+            del request.token_ids[request.prompt_length :]
+            request.computed = request.planned = request.prompt_length
+            return end_output(request, "stop")
+        if self._running.rewinds:
+            request.enter_branch(branch)
+        else:
+            self._lifecycle.restart(request, branch)
+        return None
+
+
+def accept_drafts(step: StepInFlight, output: ModelOutput, fairness: TenantFairness) -> None:
+    """Counts the tokens that came of a step's drafts as computed."""
+    for request, draft, tokens in zip(step.decodes, step.drafts, output.token_ids, strict=False):
+        if draft:
+            right = len(tokens) - 1
+            request.computed += right
+            request.planned += right
+            fairness.charge(request.tenant, right)
 
 
 # Appends sampled tokens and the tokens that a grammar then forces to their request; ends the request if it must; reports.
@@ -147,6 +188,15 @@ def may_jump(request: Request) -> bool:
         sampling.min_tokens or sampling.allowed_token_ids or sampling.bad_words_ids or sampling.logit_processors
     )
     return request.grammar is not None and sampling.logprobs is None and unbiased and free
+
+
+def may_draft(request: Request) -> bool:
+    """Whether several tokens of the request may be checked in one step: logit processors see one position at a time."""
+    return request.sampling.speculate and not request.sampling.logit_processors
+
+
+_FIRST_FORCED_RATE = 0.9
+"""The rate of a new request's drafts of forced text."""
 
 
 def take_tokens(request: Request, sampled: list[int], logprobs: list[TokenLogprobs] = _NO_LOGPROBS) -> RequestOutput:
@@ -261,7 +311,12 @@ class Handoffs:
         cache: The prefix cache.
         running: Knows the pages of running requests.
         page_size: Tokens in a page.
+
+    Attributes:
+        weights: Stands for the weights in use, in the names of pages; empty: they are those of the start.
     """
+
+    weights = b""
 
     def __init__(
         self, tiers: HierarchicalCache | None, cache: PrefixCache, running: RunningBatch, page_size: int
@@ -278,7 +333,11 @@ class Handoffs:
     def offer(self, request: Request) -> None:
         """Offers a prompt once a chunk of it has been computed. Each page is kept from the moment it is in host memory."""
         assert self._leases is not None, "the front lets no such request through"
-        self._leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
+        prompt = request.keyed[: request.prompt_length]
+        if request.pictures and self._tiers is not None:
+            self._leases.offer_pages(request.serial, self._tiers.keys(prompt, request.namespace))
+        else:
+            self._leases.offer(request.serial, prompt, request.namespace)
 
     def offer_whole(self, request: Request) -> None:
         """Does what :meth:`offer` does, for a computed prompt: the prompt's last ticket follows."""
@@ -302,7 +361,7 @@ class Handoffs:
                 pages, _ = self._running.pages_of(np.array([request.slot]), np.array([end]))
                 width = -(-end // self._page_size)
                 filled = pages.reshape(-1, width)[:, first:last]
-                prompt = request.token_ids[: request.prompt_length]
+                prompt = request.keyed[: request.prompt_length]
                 self._tiers.computes(request.slot, request.serial, prompt, first, filled)
 
     def withdraw(self, request: Request) -> None:
@@ -353,6 +412,7 @@ class Handoffs:
             namespace: The request's.
         """
         if self._tiers is not None and self._tiers.reads is not None:
+            namespace = weights_namespace(namespace, self.weights)
             self._tiers.announced(ticket, prompt, namespace, self._cache.probe(prompt, namespace)[0])
 
 
@@ -381,6 +441,7 @@ class Lifecycle:
 
     Attributes:
         requests: Those that have not ended, by serial.
+        loras: How many of them each adapter has.
     """
 
     def __init__(
@@ -403,8 +464,9 @@ class Lifecycle:
         self._tiers = tiers
         self._handoffs = handoffs
         self._deadlines = Deadlines()
-        self._arrivals = 0
+        self._arrivals = self._step = 0
         self.requests: dict[int, Request] = {}
+        self.loras: Counter[int] = Counter()
 
     def add(self, request: Request, step: int) -> None:
         """Accepts a request before step ``step``; one of the next steps computes its first tokens.
@@ -416,6 +478,11 @@ class Lifecycle:
         assert request.serial not in self.requests, f"serial {request.serial} is taken"
         if not request.prompt_length:
             raise InvalidArgumentError("token_ids is empty: there is no prompt", field="token_ids")
+        if request.walk is not None and request.max_length > self._limit:
+            raise InvalidArgumentError(
+                f"prompt and continuations of {request.max_length} tokens are longer than the context of {self._limit} tokens",
+                field="continuations",
+            )
         if request.prompt_length >= self._limit + bool(request.pooling):
             raise InvalidArgumentError(
                 f"prompt of {request.prompt_length} tokens leaves no room in the context of {self._limit} tokens",
@@ -423,17 +490,20 @@ class Lifecycle:
             )
         if self._config.policy != "priority":
             request.priority = 0
-        request.whole = self._config.whole_prompts
+        request.whole, request.unsplit = self._config.whole_prompts, self._config.whole_pictures
         self._waiting.add(request)
         self.requests[request.serial] = request
+        if request.lora:
+            self.loras[request.lora] += 1
         self._fairness.arrived(request.tenant)
         if request.deadline is not None:
             self._deadlines.add(request.serial, request.deadline, self.requests)
         request.max_length = min(self._limit, request.max_length)
         request.stops = stop_tokens(request.sampling, self._config.eos_token_ids)
         request.jumps = self._config.jump_forward and may_jump(request)
+        request.forced_rate = _FIRST_FORCED_RATE if self._config.jump_forward and may_draft(request) else 0.0
         request.arrival = self._arrivals
-        request.queued_at = step
+        request.queued_at = self._step = step
         request.size = None
         self._arrivals += 1
         if self._tiers is not None:
@@ -441,6 +511,14 @@ class Lifecycle:
             request.held = self._tiers.queued(
                 request.serial, request.reusable[:-1], request.namespace, cached, request.ticket
             )
+
+    def restart(self, request: Request, branch: Branch) -> None:
+        """Sends a running request back to the queue, to begin a branch of its walk with what is cached of the prompt. Without all
+        pages of its windows, or the state, it cannot go back in its row."""
+        self._running.stop(request, RequestState.WAITING)
+        request.enter_branch(branch)
+        request.queued_at = self._step
+        self._waiting.put_back(request)
 
     def give_away(self, request: Request | None, suits: Callable[[Request], bool]) -> Request | None:
         """Removes and returns a waiting request for another scheduler, if it has never run and ``suits`` that scheduler."""
@@ -450,6 +528,7 @@ class Lifecycle:
         if self._tiers is not None:
             self._tiers.settle(request.serial)
         self._fairness.ended(request.tenant)
+        self._forget_lora(request)
         return self.requests.pop(request.serial)
 
     def abort(self, serial: int) -> bool:
@@ -494,7 +573,14 @@ class Lifecycle:
         if request.grammar is not None:
             request.grammar.close()
         self._fairness.ended(request.tenant)
+        self._forget_lora(request)
         del self.requests[request.serial]
+
+    def _forget_lora(self, request: Request) -> None:
+        if request.lora:
+            self.loras[request.lora] -= 1
+            if not self.loras[request.lora]:
+                del self.loras[request.lora]
 
 
 # Deadlines of waiting and running requests, in a heap. Entries of ended requests are dropped when they reach the top.

@@ -23,26 +23,30 @@ from typing import NamedTuple
 
 import msgspec
 
+from sapwood_common.contract.page_hash import weights_namespace
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.cache.page_key import KvEventLog
+from sapwood_worker.core.cache.page_key import KvEventLog, PictureNames
 from sapwood_worker.core.cache.pages import PageAllocator, PageTable
 from sapwood_worker.core.cache.prefix import PrefixCache
 from sapwood_worker.core.scheduler.admission import Admission, NewTokenRatio, PrefillAdder, Retraction
 from sapwood_worker.core.scheduler.batch import MicroBatches, RunningBatch, StepInFlight, StepPace
 from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.lora_slots import SlotPool
 from sapwood_worker.core.scheduler.request import Request, RequestState
-from sapwood_worker.core.scheduler.results import Handoffs, Lifecycle, StepResults
+from sapwood_worker.core.scheduler.results import Handoffs, Lifecycle, StepResults, accept_drafts, end_output
 from sapwood_worker.core.scheduler.speculation.costs import StepCosts
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
+from sapwood_worker.core.scheduler.speculation.forced_drafts import ForcedDrafts
 from sapwood_worker.core.scheduler.speculation.model_drafter import DraftModel, DraftPages, ModelDrafter
 from sapwood_worker.core.scheduler.speculation.ngram_drafter import NgramDrafter
 from sapwood_worker.core.scheduler.speculation.speculation import FEWEST_POSITIONS, Speculation
 from sapwood_worker.core.scheduler.waiting import AdmissionOrder, TenantFairness, WaitingQueue, make_policy
 from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.kv_events import KvEvent
-from sapwood_worker.records.load import Load
+from sapwood_worker.records.load import Load, LoraLoads
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import ModelOutput, Step
+from sapwood_worker.records.weights import InFlight
 
 # Measures a scheduler's load. O(running).
 
@@ -92,6 +96,7 @@ def measure_load(
     page_size: int,
     forced_tokens: int,
     speculation: Speculation | None,
+    loras: LoraLoads | None = None,
 ) -> Load:
     """The load now; changes nothing."""
     # ``Request.remaining`` is written out here, because calling it would take longer than everything else.
@@ -115,6 +120,12 @@ def measure_load(
         window_pages=sum(window.num_pages for window in cache.windows),
         used_window_pages=sum(window.num_used for window in cache.windows),
         passed_window_pages=sum(window.num_freed for window in cache.windows),
+        state_slots=0 if cache.states is None else cache.states.num_slots,
+        used_state_slots=0 if cache.states is None else cache.states.num_used,
+        evicted_states=0 if cache.states is None else cache.states.num_evicted,
+        prefix_page_tokens=cache.found_tokens,
+        prefix_state_tokens=cache.state_tokens,
+        loras=loras,
     )
     return load if tiers is None else _with_tiers(load, tiers, page_size)
 
@@ -198,7 +209,8 @@ class Scheduler:
         self._limit = min(config.context_length, config.num_pages * config.page_size)
         self._allocator = PageAllocator(config.num_pages)
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
-        self._kv_events = KvEventLog() if config.kv_events else None
+        self._pictures = PictureNames() if tiers is None else tiers.pictures
+        self._kv_events = KvEventLog(self._pictures) if config.kv_events else None
         if tiers is not None and self._kv_events is not None:
             tiers.announce(self._kv_events)
         self._cache = PrefixCache(
@@ -210,9 +222,14 @@ class Scheduler:
             below=tiers,
             events=self._kv_events,
             windows=config.windows,
+            states=config.states,
+            pictures=self._pictures,
         )
         self._waiting = WaitingQueue(config.max_waiting)
-        self._running = RunningBatch(table, self._cache, config.page_size)
+        self._loras = SlotPool(config.lora_slots)
+        self._running = RunningBatch(
+            table, self._cache, config.page_size, self._loras, rewinds=not config.windows and config.states is None
+        )
         self._fairness = TenantFairness()
         self._order = AdmissionOrder(
             make_policy(
@@ -233,6 +250,7 @@ class Scheduler:
             self._ratio,
             tiers,
             self.cached_tokens,
+            self._loras,
         )
         self.handoffs = Handoffs(tiers, self._cache, self._running, config.page_size)
         self._lifecycle = Lifecycle(
@@ -245,9 +263,13 @@ class Scheduler:
             tiers.steps = lambda: (self._steps, self._steps - len(self._in_flight))
         self._results = StepResults(self._running, self._lifecycle, self._fairness, self.handoffs)
         self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
-        self._paused = self._retract_all = False
+        self._paused = self._retract_all = self._asleep = False
+        self._weights = b""
         # A draft's pages and its check belong to one step, so with drafts there is one micro-batch.
         self.micro_batches = config.micro_batches if self._speculation is None else 1
+        self._forced: ForcedDrafts | None = None
+        if config.jump_forward and self.micro_batches == 1 and config.states is None:
+            self._forced = ForcedDrafts(most_positions(config), self._running.draftable)
         self._pace = StepPace(config.step_seconds / self.micro_batches, config.max_step_tokens)
         self._planned: deque[float] = deque()
         self._updated = 0.0
@@ -276,13 +298,13 @@ class Scheduler:
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is scheduled until :meth:`resume`."""
-        return self._paused
+        """Whether nothing is scheduled until :meth:`resume` or :meth:`wake_up`."""
+        return self._paused or self._asleep
 
     @property
     def can_step(self) -> bool:
         """Whether :meth:`schedule` would have something to do for a request."""
-        return bool(self._requests) and (not self._paused or self._retract_all)
+        return bool(self._requests) and (not self.paused or self._retract_all)
 
     @property
     def has_copies(self) -> bool:
@@ -298,6 +320,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Takes a request; one of the next steps computes its first tokens. Raises as :meth:`Lifecycle.add`."""
+        request.namespace = weights_namespace(request.namespace, self._weights)
+        if request.pictures:
+            request.name_pictures(self._pictures)
         self._lifecycle.add(request, self._steps)
 
     def abort(self, serial: int) -> bool:
@@ -353,6 +378,10 @@ class Scheduler:
         """Requests that wait to be admitted."""
         return len(self._waiting)
 
+    def num_waiting_of(self, tenant: str) -> int:
+        """Those of a tenant that wait for the first time."""
+        return self._waiting.num_of(tenant)
+
     @property
     def demand(self) -> Demand:
         """How much the next step could compute. Takes O(running), and a cache lookup for a few waiting requests."""
@@ -365,7 +394,7 @@ class Scheduler:
 
     def cached_tokens(self, request: Request) -> int:
         """How many tokens of a request the prefix cache has."""
-        return self._cache.probe(request.reusable, request.namespace)[0] * self._config.page_size
+        return self._cache.find(request.reusable, request.namespace)
 
     def schedule(self, most_tokens: int | None = None) -> Step:
         """Plans the next step. The step is false if there is nothing to do, or nothing before the next :meth:`update`.
@@ -377,7 +406,7 @@ class Scheduler:
         assert self.plans_ahead, "a step in flight was not updated"
         for serial in self._tiers.poll() if self._tiers is not None else ():
             self._requests[serial].held = False
-        if self._paused:
+        if self.paused:
             self._halt()
             return Step(self._steps)
         in_flight = bool(self._in_flight)
@@ -391,17 +420,23 @@ class Scheduler:
         most = (most_tokens or self._config.max_step_tokens) - len(plan.decodes) - len(plan.last_tokens)
         budget = max(1, min(most, paced))
         computing = [chunk for step in self._in_flight for chunk in step.chunks]
-        adder = PrefillAdder(self._running, budget, self._ratio, computing)
+        adder = PrefillAdder(self._running, budget, self._ratio, computing, self._config.picture_tokens)
         calm = self.num_retractions == retractions
         if calm:
             self._ratio.step(self._micro_batches.shares(len(self._running)))
         self._admission.admit(adder, plan.unfinished, self._steps, new=calm)
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
-        drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []
+        drafts = self._forced.plan(plan.decodes) if self._forced is not None and not chunks else []
+        forced = bool(drafts)
+        if self._speculation is not None and not chunks and not forced:
+            drafts = self._speculation.plan(plan.decodes)
         self.handoffs.offer_chunks(chunks)
         copies = self._tiers.take() if self._tiers is not None else None  # all pages of the step have been allocated
-        step = StepInFlight(self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts)
-        if drafts and self._speculation is not None:
+        step = StepInFlight(
+            self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts, forced=forced
+        )
+        step.plan.lora_loads = self._loras.take_loads()
+        if drafts and not forced and self._speculation is not None:
             step.plan.late = self._speculation.late
         if step.plan:
             self._in_flight.append(step)
@@ -425,8 +460,16 @@ class Scheduler:
                 self._tiers.computed(step.plan.copies.during)
             self._tiers.ended(output.copied)
         self._fairness.charge_each(step.decodes)
+        if self._speculation is not None and not step.forced:
+            self._speculation.settle(step, output)
+        accept_drafts(step, output, self._fairness)
+        if step.forced and self._forced is not None:
+            self._forced.took(step, output)
         if self._speculation is not None:
-            self._speculation.took(step, output, now, self._fairness)
+            if step.forced:
+                self._speculation.halted()
+            else:
+                self._speculation.took(step, output, now)
         return self._results.take(step, output)
 
     def in_flight(self) -> list[str]:
@@ -443,7 +486,80 @@ class Scheduler:
             copies = step.plan.copies
             if self._tiers is not None and copies is not None and copies.during is not None:
                 self._tiers.failed(copies.during)
+            self._loras.failed(step.plan.lora_loads)
         return self._results.fail(failed, error)
+
+    def abort_all(self) -> list[RequestOutput]:
+        """Ends all requests with what there is of their output; returns their last outputs."""
+        outputs: list[RequestOutput] = []
+        for request in [each for each in self._requests.values() if not each.over]:
+            outputs.append(end_output(request, "abort"))
+            self._lifecycle.end(request)
+        return outputs
+
+    def sleep(self, *, abort: bool) -> list[RequestOutput]:
+        """Holds no page until :meth:`wake_up`. No step may be in flight.
+
+        Args:
+            abort: Whether requests end; else they wait.
+
+        Returns:
+            The last outputs of requests that end.
+        """
+        assert not self._in_flight, "a step is being computed"
+        outputs = self.abort_all() if abort else []
+        self._asleep = True
+        while self._running.requests:
+            self._retraction.put_back(self._running.requests[-1], self._steps)
+        self._cache.pins.clear()
+        self.flush_cache()  # the second tier, too: pages may be on their way there
+        return outputs
+
+    def wake_up(self) -> None:
+        """Ends a sleep."""
+        self._asleep = False
+
+    def change_weights(self, digest: bytes, in_flight: InFlight, *, flush: bool) -> list[RequestOutput]:
+        """Lets no request find pages of other weights from now on. No step may be in flight. O(requests), and O(pages) to flush.
+
+        Args:
+            digest: 16 bytes that stand for the new weights; empty: they are those of the start.
+            in_flight: What becomes of requests that have begun.
+            flush: Whether to forget all prefixes that no request holds.
+
+        Returns:
+            The last outputs of requests that end.
+        """
+        assert not self._in_flight, "a step computes with the old weights"
+        self._weights = self.handoffs.weights = digest
+        if self._speculation is not None:
+            self._speculation.halted()
+        outputs: list[RequestOutput] = []
+        if in_flight == "abort":
+            outputs = self.abort_all()
+        elif in_flight == "retract":
+            while self._running.requests:
+                self._retraction.put_back(self._running.requests[-1], self._steps)
+        for request in self._running.requests:
+            self._cache.keep_private(request.slot)
+        for request in self._requests.values():
+            request.namespace = weights_namespace(request.namespace, digest)
+            if request.held and self._tiers is not None:
+                self._tiers.settle(request.serial)
+                request.held = False
+        self._cache.pins.clear()
+        if flush:
+            self.flush_cache()
+        return outputs
+
+    def lora_requests(self, number: int) -> int:
+        """How many requests with an adapter have not ended, those among them that are over for their client."""
+        return self._lifecycle.loras[number]
+
+    def forget_lora(self, number: int) -> None:
+        """No slot holds an adapter any more; no request with it may be left."""
+        assert not self._lifecycle.loras[number], f"adapter {number} is dropped while requests need it"
+        self._loras.forget(number)
 
     def flush_cache(self) -> int:
         """Forgets all prefixes that no running request and no pin holds, on the device and in the host's memory.
@@ -476,6 +592,7 @@ class Scheduler:
         """
         until = None if seconds is None else self._clock() + seconds
         most = self._config.num_pages - -(-self._limit // self._config.page_size)
+        namespace = weights_namespace(namespace, self._weights)
         return self._cache.pin(name, array("I", token_ids), namespace, most, until)
 
     def unpin(self, name: str) -> bool:
@@ -500,8 +617,9 @@ class Scheduler:
             self._cache,
             self._tiers,
             self._config.page_size,
-            self._results.forced_tokens,
+            self._results.forced_tokens + (0 if self._forced is None else self._forced.accepted_tokens),
             self._speculation,
+            self._loras.load(self._lifecycle.loras, self._running.requests),
         )
 
     def check_idle(self) -> None:
@@ -524,6 +642,7 @@ class Scheduler:
         if self._tiers is not None:
             self._tiers.check()
         check_requests(self._requests, self._waiting, self._running, self._in_flight)
+        self._loras.check(self._running.requests)
         if not self._requests:
             self.check_idle()
 
@@ -606,7 +725,7 @@ def plan_running(
         left = known - request.planned
         if left <= 0 or request.over or request.slot < 0:
             continue
-        decoding = left == 1 and request.planned >= request.prompt_length and not request.enters
+        decoding = left == 1 and request.planned >= request.prompt_length and not (request.enters or request.walk)
         if micro_batches.holds_back(request, step, shares) or (decoding and len(decodes) == most):
             continue
         if request.unknown and (request.hands_off or known >= request.max_length):
@@ -646,15 +765,19 @@ def make_speculation(
         ledger: Whose pages stand in it.
     """
     alone = drafter is None and config.speculate == "auto"
-    if config.speculate == "off" or (
-        alone and config.micro_batches > 1
-    ):  # drafts would rule out micro-batches, which gain more
+    if config.speculate == "off" or config.states is not None:
+        return None
+    if alone and config.micro_batches > 1:  # drafts would rule out micro-batches, which gain more
         return None
     if drafter is None:
-        drafter = NgramDrafter(lambda request: cache.continuation(request.slot, request.token_ids))
+        drafter = NgramDrafter(lambda request: cache.continuation(request.slot, request.keyed))
     elif isinstance(drafter, DraftModel):
         drafter = ModelDrafter(drafter, DraftPages(table, ledger, config.page_size))
-    positions = min(max(config.max_running, FEWEST_POSITIONS), config.max_step_tokens)
     costs = StepCosts() if config.speculate == "auto" else None
     room = partial(running.draftable, further=drafter.computes)
-    return Speculation(drafter, positions, costs, room)
+    return Speculation(drafter, most_positions(config), costs, room)
+
+
+def most_positions(config: SchedulerConfig) -> int:
+    """Most sampled positions of a step."""
+    return min(max(config.max_running, FEWEST_POSITIONS), config.max_step_tokens)

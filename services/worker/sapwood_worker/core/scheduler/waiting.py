@@ -10,18 +10,37 @@ from typing import Literal, NamedTuple, Protocol
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.core.scheduler.request import Request
 
+_SHARE = 16
+"""A tenant with fewer than this part of ``limit`` waiting is let in although others fill the queue."""
+
+
+def check_room(limit: int, waiting: int, own: int) -> None:
+    """Whether one more request may wait. Requests of one tenant do not keep another one's out of the queue.
+
+    Args:
+        limit: The most requests that wait; of tenants with few of them, twice as many.
+        waiting: Those that wait.
+        own: Those of the same tenant among them.
+
+    Raises:
+        ResourceExhaustedError: It may not.
+    """
+    if waiting >= limit and (own >= max(1, limit // _SHARE) or waiting >= 2 * limit):
+        raise ResourceExhaustedError(f"the queue is full: {waiting} requests wait", retry_after=1.0)
+
 
 class WaitingQueue:
     """New requests by priority and tenant, each in order of arrival, and retracted requests. Adding and removing is O(1).
 
     Args:
-        limit: The most new requests in the queue. A retracted request always finds room, because it was accepted before.
+        limit: As for :func:`check_room`. A retracted request always finds room, because it was accepted before.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._new: dict[tuple[int, str], dict[int, Request]] = {}
         self._num_new = 0
+        self._num_of: dict[str, int] = {}
         self._put_back: dict[int, Request] = {}
         self.num_tokens = 0
         """Tokens that the waiting requests would have to compute if nothing were cached."""
@@ -35,11 +54,16 @@ class WaitingQueue:
         Raises:
             ResourceExhaustedError: The queue is full.
         """
-        if self._num_new >= self._limit:
-            raise ResourceExhaustedError(f"the queue is full: {self._limit} requests wait", retry_after=1.0)
+        own = self.num_of(request.tenant)
+        check_room(self._limit, self._num_new, own)
         self._new.setdefault((request.priority, request.tenant), {})[request.serial] = request
         self._num_new += 1
+        self._num_of[request.tenant] = own + 1
         self.num_tokens += request.remaining
+
+    def num_of(self, tenant: str) -> int:
+        """A tenant's new requests."""
+        return self._num_of.get(tenant, 0)
 
     def put_back(self, request: Request) -> None:
         """Takes a retracted request back."""
@@ -52,8 +76,11 @@ class WaitingQueue:
             place = request.priority, request.tenant
             del self._new[place][request.serial]
             self._num_new -= 1
+            self._num_of[request.tenant] -= 1
             if not self._new[place]:
                 del self._new[place]
+            if not self._num_of[request.tenant]:
+                del self._num_of[request.tenant]
         self.num_tokens -= tokens
 
     def retracted(self) -> Sequence[Request]:
@@ -149,7 +176,7 @@ class TenantFairness:
 # :class:`AdmissionOrder` decides about tenants, priorities and starvation.
 
 
-PolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"]
+PolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 
 WINDOW = 128
 """Requests, the longest waiting ones, that a policy matches against the tree: matching all of a long queue in every step would
@@ -232,6 +259,17 @@ class LongestOutputFirst:
         return sorted(requests, key=lambda request: request.max_length - request.prompt_length, reverse=True)
 
 
+class RandomOrder:
+    """By a number that is drawn from a request's serial number: the order that other policies are measured against."""
+
+    def sort(self, requests: list[Request]) -> list[Request]:
+        return sorted(requests, key=lambda request: request.serial * _GOLDEN % _DRAWN)
+
+
+_GOLDEN, _DRAWN = 0x9E3779B97F4A7C15, 2**64
+"""Products of the first, less multiples of the second, lie evenly and in no order (Knuth, volume 3, 6.4)."""
+
+
 def make_policy(name: PolicyName, match_length: Callable[[Request], int], path: Callable[[Request], Path]) -> Policy:
     """The policy of a name. ``priority`` orders by arrival within a priority."""
     match name:
@@ -241,6 +279,8 @@ def make_policy(name: PolicyName, match_length: Callable[[Request], int], path: 
             return DepthFirstWeight(path)
         case "lof":
             return LongestOutputFirst()
+        case "random":
+            return RandomOrder()
         case _:
             return FirstComeFirstServed()
 

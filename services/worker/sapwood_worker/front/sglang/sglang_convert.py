@@ -57,6 +57,7 @@ def to_generate(request: sglang_scheduler_pb2.GenerateRequest) -> worker_pb2.Wor
         result.sampling.logprobs = max(request.top_logprobs_num, 0)
         if _wants_prompt(request):
             result.sampling.prompt_logprobs = result.sampling.logprobs
+            result.sampling.prompt_logprobs_start = max(request.logprob_start_len - 1, 0)
     constraint = request.sampling_params.WhichOneof("constraint")
     if constraint is not None:
         setattr(result.grammar, _GRAMMARS[constraint], getattr(request.sampling_params, constraint))
@@ -193,7 +194,7 @@ def _to_input_logprobs(
     if start == 0:
         result.token_logprobs.add()
         result.top_logprobs.add()
-    for each in given[max(start - 1, 0) :]:
+    for each in given:
         result.token_logprobs.add(value=each.logprob)
         result.top_logprobs.append(_to_top(each))
     return result

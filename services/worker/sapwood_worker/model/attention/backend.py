@@ -22,6 +22,7 @@ from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, SharedR
 from sapwood_kernels.kv_destination import KVDestination
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.pools.device_pool import DevicePool
+from sapwood_worker.model.pools.state_pool import StatePlan
 from sapwood_worker.settings import Half
 
 WHOLE_CHUNKS = 1 << 30
@@ -94,6 +95,8 @@ class AttentionBatch:
         windows: The same step in the page table of each further group of the cache's layout.
         runs: The keys before the computed tokens that requests share, if these are read once.
         prompts: The order of requests whose common keys are expanded once; only for a backend that ``orders_prompts``.
+        states: The step's way through the states of layers that keep one; None: no layer does.
+        reach: int64 [T]: the position of the last key that each token sees; None: its own. Only for the backend ``torch``.
     """
 
     query_starts: npt.NDArray[np.int64]
@@ -104,6 +107,8 @@ class AttentionBatch:
     windows: tuple[AttentionBatch, ...] = ()
     runs: SharedRuns | None = None
     prompts: PromptOrder | None = None
+    states: StatePlan | None = None
+    reach: npt.NDArray[np.int64] | None = None
 
     @property
     def tables(self) -> tuple[AttentionBatch, ...]:
@@ -115,16 +120,17 @@ class AttentionBatch:
         row = int(self.query_starts[count])
         first, rest = (None, None) if self.keys is None else self.keys.split(count)
         windows = [window.split(count) for window in self.windows]
+        near, far = (None, None) if self.reach is None else (self.reach[:row], self.reach[row:])
         return (
             replace(
                 self, query_starts=self.query_starts[: count + 1], seq_lens=self.seq_lens[:count],
                 page_table=self.page_table[:count], cache_slots=self.cache_slots[:row], keys=first,
-                windows=tuple(each for each, _ in windows),
+                windows=tuple(each for each, _ in windows), reach=near,
             ),
             replace(
                 self, query_starts=self.query_starts[count:] - row, seq_lens=self.seq_lens[count:],
                 page_table=self.page_table[count:], cache_slots=self.cache_slots[row:], keys=rest,
-                windows=tuple(each for _, each in windows), runs=None,
+                windows=tuple(each for _, each in windows), runs=None, reach=far,
             ),
         )  # fmt: skip
 
@@ -147,6 +153,11 @@ class AttentionPlan(Protocol):
 
     All work is queued on the device's current stream; a result is valid for what is queued after it.
     """
+
+    @property
+    def states(self) -> StatePlan | None:
+        """The step's way through the states of layers that keep one; None: no layer does."""
+        ...
 
     @property
     def absorbed(self) -> AbsorbedAttention | None:

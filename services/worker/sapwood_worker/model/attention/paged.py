@@ -35,6 +35,7 @@ from sapwood_worker.model.attention.backend import (
     in_tables,
 )
 from sapwood_worker.model.pools.device_pool import DevicePool
+from sapwood_worker.model.pools.state_pool import StatePlan
 
 # Finds which requests of a step share which pages, in their page tables: every row that uses a page of the prefix cache
 # names it. So all ranks of a group find the same sharing, and a step need not name it.
@@ -336,8 +337,10 @@ class PagedPlan:
         prefill: Attention of the others, planned.
         decodes: How many tokens belong to the first requests, one for each; None: all.
         cache_slots: int64 [T] on the device, for each group of the pool.
+        states: The attribute.
 
     Attributes:
+        states: The step's way through the states of layers that keep one; None: no layer does.
         whole: The attention of all tokens, if all belong to the first requests.
         absorbed: The same, if it takes absorbed queries.
     """
@@ -349,8 +352,9 @@ class PagedPlan:
         prefill: StepAttention,
         decodes: int | None,
         cache_slots: Sequence[Tensor],
+        states: StatePlan | None = None,
     ) -> None:
-        self._pool = pool
+        self._pool, self.states = pool, states
         self._decode, self._prefill = decode, prefill
         self._decodes = decodes
         self.whole = decode if decodes is None else None
@@ -533,11 +537,11 @@ class PagedAttention:
             prefill.plan(rest)
         self.end_plan()
         slots = [each.cache_slots for each in batch.tables]
-        return PagedPlan(self._pool, decode, prefill, None if every else decodes, slots)
+        return PagedPlan(self._pool, decode, prefill, None if every else decodes, slots, batch.states)
 
     def _find_prompts(self, batch: AttentionBatch) -> Runs | None:
         """The pages that chunks of prompts share, if reading them once is possible and pays."""
-        if self._shared_prompts is None or len(batch.seq_lens) < 2:
+        if self._shared_prompts is None or len(batch.seq_lens) < 2 or batch.reach is not None:
             return None
         tokens = np.diff(batch.query_starts)
         tables = [each.page_table for each in batch.tables]

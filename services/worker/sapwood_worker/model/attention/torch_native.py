@@ -148,7 +148,8 @@ class TorchAttention:
         size = self._pool.page_size
         pages = self._batch.page_table[tiles.request[chosen, None], read_at // size]
         slots = pages.astype(np.int64) * size + read_at % size
-        hidden = key_at[:, None] > query_at[..., None]
+        reach = query_at if self._batch.reach is None else self._batch.reach[rows]
+        hidden = key_at[:, None] > reach[..., None]
         if layer.window is not None:
             hidden |= key_at[:, None] < layer.oldest_seen(query_at)[..., None]
         in_order = rows.size == total and bool((rows.ravel() == np.arange(total)).all())
@@ -180,7 +181,8 @@ def _cut(batch: AttentionBatch, layer: AttentionLayer, tile: int) -> _Tiles:
     row = batch.query_starts[:-1][request] + first
     position = (batch.seq_lens - lengths)[request] + first
     key = layer.oldest_seen(position)
-    return _Tiles(request, row, queries, position, key, position + queries - key)
+    end = position + queries if batch.reach is None else np.maximum.reduceat(batch.reach, row) + 1
+    return _Tiles(request, row, queries, position, key, end - key)
 
 
 def _log2(values: IntArray) -> IntArray:

@@ -1,5 +1,7 @@
 """Weights of a Hugging Face directory: ``model.safetensors``, or shards named by ``model.safetensors.index.json``.
 
+Where there are none, ``pytorch_model.bin`` or its shards are read.
+
 Weights stored in float8 go into a float8 slot as they are. For another slot they are widened as they are read, times their
 ``weight_scale`` (one in all, one for each row or block) or ``weight_scale_inv``, DeepSeek's name for the scales of blocks of
 128 x 128.
@@ -12,21 +14,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.json_file import read_json_object
-from sapwood_common.models.wanted import is_shard_name
+from sapwood_common.models.wanted import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE, is_shard_name
+from sapwood_worker.model.checkpoint.torch_file import TorchFile
 from sapwood_worker.model.checkpoint.weights import BLOCK, Place, places
 from sapwood_worker.model.families.family import FusedRows, ModelFamily
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Constants that some old checkpoints store, scales of activations, which we compute ourselves, and those of the cache.
 _IGNORED_SUFFIXES = (
     *(".rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".input_zero_point", ".input_global_scale"),
     *(".output_scale", ".q_scale", ".k_scale", ".v_scale"),
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),  # masks of GPTs
+    *(".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay"),
 )
 _BARE = {"layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm."}
 """Names of files that hold a model without a head, as embedding models are published."""
@@ -42,11 +47,12 @@ class SafetensorsSource:
     """Implements :class:`sapwood_worker.model.checkpoint.weights.WeightSource`.
 
     Args:
-        directory: Holds the files.
+        directory: Holds the files, or is one.
         family: The model's family.
         tied: Whether the output head is the embedding; a stored copy of it is then ignored.
         skipped: How further names begin that are not read.
         fused: Projections that are stored as one tensor, as ``ModelFamily.fused`` has them.
+        groups: In how many parts of such a tensor each projection lies.
 
     Raises:
         ConfigError: No such files, or one is damaged or missing.
@@ -60,6 +66,7 @@ class SafetensorsSource:
         tied: bool,
         skipped: tuple[str, ...] = (),
         fused: FusedRows | None = None,
+        groups: int = 1,
     ) -> None:
         self._files: dict[Path, Any] = {}
         # Our name -> where it lies.
@@ -71,7 +78,7 @@ class SafetensorsSource:
         self._directory = directory
         shards = checkpoint_shards(directory)
         for path in checkpoint_files(directory):
-            self._files[path] = open_safetensors(path)
+            self._files[path] = open_weights(path)
             for stored in self._files[path].keys():  # noqa: SIM118  (not a mapping)
                 if shards.get(stored, path) != path:  # the index names another file
                     continue
@@ -82,9 +89,12 @@ class SafetensorsSource:
                 prefixes = family.prefixes if stored.startswith(tuple(family.prefixes)) else _BARE
                 prefix = next((each for each in prefixes if stored.startswith(each)), "")
                 name = prefixes.get(prefix, "") + stored.removeprefix(prefix)
+                for theirs, own in family.renamed.items():
+                    name = f".{name}.".replace(f".{theirs}.", f".{own}.", 1)[1:-1]
                 if name.startswith(_DRAFTS + skipped) or (tied and name == "lm_head.weight"):
                     continue
-                for ours, place in places(name, path, stored, fused or {}):
+                form: dict[str, Any] = {"by_rows": family.by_rows, "groups": groups, "transposed": family.transposed}
+                for ours, place in places(name, path, stored, fused or {}, **form):
                     self._found[ours] = place
                     weight, found, suffix = ours.rpartition("_scale")
                     if found and weight.endswith(".weight") and suffix in ("", "_inv"):
@@ -95,12 +105,23 @@ class SafetensorsSource:
         for name, place in self._found.items():
             found = self._files[place.path].get_slice(place.stored)
             shape = tuple(found.get_shape())
+            if place.transposed:
+                shape = shape[::-1]
             part = place.part(shape)
             if part is not None:
                 dim, span = part
                 shape = (*shape[:dim], span.size, *shape[dim + 1 :])
             result[name] = StoredTensor(shape, found.get_dtype(), scales=name in self._scales.values())
         return result
+
+    def hashes(self) -> dict[str, bytes]:
+        """By its name in the files, xxh3-128 of each tensor's bytes. Reads all of them."""
+        found: dict[str, bytes] = {}
+        for file in self._files.values():
+            for stored in file.keys():  # noqa: SIM118  (not a mapping)
+                content = file.get_tensor(stored).contiguous().reshape(-1).view(torch.uint8).numpy()
+                found[stored] = xxhash.xxh3_128_digest(content)
+        return found
 
     def drop(self, *prefixes: str) -> None:
         """Forgets the tensors whose names begin so."""
@@ -157,7 +178,7 @@ class SafetensorsSource:
 
     def _read(self, name: str) -> Tensor:
         place = self._found[name]
-        if place.rows is not None:
+        if place.rows is not None or place.rearranged:
             return self._part(name, None)
         tensor: Tensor = self._files[place.path].get_tensor(place.stored)
         return tensor
@@ -165,6 +186,9 @@ class SafetensorsSource:
     def _part(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
         """A part of a tensor, or all that is ours of a stored one."""
         place = self._found[name]
+        if place.rearranged:
+            ours_whole = place.take(self._files[place.path].get_tensor(place.stored))
+            return ours_whole if index is None else ours_whole[index]
         stored = self._files[place.path].get_slice(place.stored)
         shape = stored.get_shape()
         part = place.part(shape)
@@ -178,17 +202,20 @@ class SafetensorsSource:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory.
+    """The files with the weights of a directory, or the one that it is.
 
     Raises:
         ConfigError: There are none, or the index is broken.
     """
+    if directory.is_file():
+        return [directory]
     shards = checkpoint_shards(directory)
     if shards:
         return sorted(set(shards.values()))
-    if (directory / _SINGLE).exists():
-        return [directory / _SINGLE]
-    raise ConfigError(f"{directory}: holds neither {_SINGLE} nor {_INDEX}")
+    for name in (SINGLE, TORCH_SINGLE):
+        if (directory / name).exists():
+            return [directory / name]
+    raise ConfigError(f"{directory}: holds neither {SINGLE} nor {INDEX}, and no {TORCH_SINGLE}")
 
 
 def checkpoint_shards(directory: Path) -> dict[str, Path]:
@@ -197,7 +224,9 @@ def checkpoint_shards(directory: Path) -> dict[str, Path]:
     Raises:
         ConfigError: The index is broken, or names a file that is not in the directory.
     """
-    index = directory / _INDEX
+    index = directory / INDEX
+    if not index.exists() and not (directory / SINGLE).exists():
+        index = directory / TORCH_INDEX
     if not index.exists():
         return {}
     shards = read_json_object(index).get("weight_map")
@@ -206,19 +235,21 @@ def checkpoint_shards(directory: Path) -> dict[str, Path]:
     for tensor, name in shards.items():
         if not isinstance(name, str) or not is_shard_name(name):
             raise ConfigError(
-                f"{index}: weight_map.{tensor} is {name!r:.100}; it can be the name of a .safetensors file beside the index"
+                f"{index}: weight_map.{tensor} is {name!r:.100}; it can be the name of a file with weights beside the index"
             )
     return {tensor: directory / name for tensor, name in shards.items()}
 
 
-def open_safetensors(path: Path) -> Any:
-    """Maps a file, which is closed with the object; nothing is read but its header.
+def open_weights(path: Path) -> Any:
+    """Maps a file of safetensors or of torch's, which is closed with the object; nothing is read but its header.
 
     Raises:
         ConfigError: It is no such file, or damaged; names it.
     """
     if path.exists() and not path.is_file():  # a pipe would keep us waiting
         raise ConfigError(f"{path}: is no file")
+    if path.suffix == ".bin":
+        return TorchFile(path)
     try:
         return safe_open(path, framework="pt")
     except Exception as error:  # the library's own, and any that its header's numbers lead to

@@ -1,6 +1,6 @@
 """How a model's files want sentences embedded, as sentence-transformers writes them down.
 
-``modules.json`` lists what is done one after the other: Transformer, Pooling, Normalize. ``sentence_bert_config.json`` beside it,
+``modules.json`` lists what is done one after the other: Transformer, Pooling, Dense, Normalize. ``sentence_bert_config.json``,
 or a file that has another model's name there, limits the input, special tokens included; what is longer is cut, not refused.
 """
 
@@ -43,15 +43,39 @@ _POOL = KnownKeys(
     ("pooling_mode", *_LEGACY, "include_prompt"),
     {"of sizes": "word_embedding_dimension embedding_dimension"},
 )
+_DENSE = KnownKeys(
+    "config.json of the folder of a dense module",
+    ("in_features", "out_features", "bias", "activation_function"),
+    {"of how sentence-transformers runs the module": "module_input_name module_output_name"},
+)
 _SENTENCES = KnownKeys(
     "config_sentence_transformers.json",
     ("default_prompt_name", "prompts"),
     {"names, versions and what clients compute": "__version__ similarity_fn_name model_type"},
 )
-SENTENCE_FILES = (_SENTENCES, _LIMITS, _POOL)
+SENTENCE_FILES = (_SENTENCES, _LIMITS, _POOL, _DENSE)
 """The known keys of each of their files."""
 _NAMES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 """Kinds of models that sentence-transformers names its file after."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseModule:
+    """A product that changes pooled vectors.
+
+    Attributes:
+        folder: Holds its weights.
+        inputs: Numbers of a vector.
+        outputs: Numbers of its result.
+        bias: Whether a bias is added.
+        tanh: Whether tanh is taken of the result.
+    """
+
+    folder: Path
+    inputs: int
+    outputs: int
+    bias: bool
+    tanh: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +88,7 @@ class SentenceConfig:
         max_tokens: Longer inputs are cut to this many tokens; 0: no input is cut.
         special_ids: Special tokens; those at an input's end stay when it is cut.
         shortened: Lengths to which vectors may be cut, for which the model was trained; empty: any; None: they may not be cut.
+        dense: What changes pooled vectors, in order.
     """
 
     pooling: str
@@ -71,6 +96,7 @@ class SentenceConfig:
     max_tokens: int = 0
     special_ids: tuple[int, ...] = ()
     shortened: tuple[int, ...] | None = None
+    dense: tuple[DenseModule, ...] = ()
 
 
 def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
@@ -88,7 +114,7 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
     shortened = _shortened(path / "config.json")
     if modules is None:
         return SentenceConfig(pooling, shortened=shortened)
-    normalizes, pools_prompt = False, True
+    normalizes, pools_prompt, dense = False, True, list[DenseModule]()
     if not isinstance(modules, list) or not all(isinstance(each, dict) and "type" in each for each in modules):
         raise ConfigError(f"{path / 'modules.json'}: is no list of modules")
     for module in modules:
@@ -97,11 +123,13 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
             file = path / _inside(module, path) / "config.json"
             pooling = _pooling(file)
             pools_prompt = pooling != "mean" or _object(file).get("include_prompt") is not False
+        elif kind == "Dense":
+            dense.append(_dense(path / _inside(module, path), dense[-1].outputs if dense else None))
         elif kind == "Normalize":
             normalizes = True
         elif kind != "Transformer":
             raise ConfigError(
-                f"{path / 'modules.json'}: module {kind} is not supported (Transformer, Pooling, Normalize are)"
+                f"{path / 'modules.json'}: module {kind} is not supported (Transformer, Pooling, Dense, Normalize are)"
             )
     _check_prompt(path, pools_prompt=pools_prompt)
     limits = (path / f"sentence_{name}_config.json" for name in _NAMES)
@@ -117,7 +145,28 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
     special = tuple(
         token["id"] for token in added or () if isinstance(token, dict) and token.get("special") and "id" in token
     )
-    return SentenceConfig(pooling, normalizes, int(min(limit, most)), special, shortened)
+    return SentenceConfig(pooling, normalizes, int(min(limit, most)), special, shortened, tuple(dense))
+
+
+def _dense(folder: Path, inputs: int | None) -> DenseModule:
+    """A module Dense; ``inputs``: what the one before it gives, if there is one."""
+    file = folder / "config.json"
+    values = _known(file, _DENSE)
+    for name in ("in_features", "out_features"):
+        if type(values.get(name)) is not int or not 0 < values[name] <= _WIDEST:
+            raise ConfigError(f"{file}: {name} is {values.get(name)!r:.60}; it can be a number from 1 to {_WIDEST}")
+    if inputs is not None and values["in_features"] != inputs:
+        raise ConfigError(
+            f"{file}: in_features is {values['in_features']}; the module before it gives {inputs} numbers"
+        )
+    activation = str(values.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if activation not in ("Tanh", "Identity"):
+        raise ConfigError(f"{file}: activation_function {activation:.60} is not supported (Tanh and Identity are)")
+    bias = values.get("bias", True) is not False
+    return DenseModule(folder, values["in_features"], values["out_features"], bias, activation == "Tanh")
+
+
+_WIDEST = 1 << 17
 
 
 def _check_prompt(path: Path, *, pools_prompt: bool) -> None:

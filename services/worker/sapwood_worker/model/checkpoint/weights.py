@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.families.family import FusedRows
@@ -35,11 +36,45 @@ class Place:
         path: The file.
         stored: The tensor's name there.
         rows: Which outputs of the projections that it holds; None: it is a tensor of its own.
+        by_rows: Whether outputs come before inputs in tensors of all experts.
+        groups: In how many equal parts of the stored outputs ours lie, each at the same place of its part.
+        transposed: Whether a matrix is stored as [inputs, outputs].
     """
 
     path: Path
     stored: str
     rows: Span | None = None
+    by_rows: bool = False
+    groups: int = 1
+    transposed: bool = False
+
+    @property
+    def rearranged(self) -> bool:
+        """Whether :meth:`take` has to put it together from the whole tensor."""
+        return self.transposed or (self.groups > 1 and self.rows is not None)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Ours of a whole stored tensor, as [outputs, inputs] or [outputs].
+
+        Raises:
+            ConfigError: It has another number of outputs than the projections that it should hold.
+        """
+        if self.transposed and whole.dim() == _MATRIX:
+            whole = whole.T
+        if self.rows is None:
+            return whole
+        if len(whole) != self.rows.total:
+            raise self._misfit(whole.shape)
+        each = whole.view(self.groups, -1, *whole.shape[1:]) if self.groups > 1 else whole[None]
+        start = self.rows.start // self.groups
+        return each[:, start : start + self.rows.size // self.groups].flatten(0, 1)
+
+    def _misfit(self, shape: Sequence[int]) -> ConfigError:
+        assert self.rows is not None
+        return ConfigError(
+            f"{self.path}: tensor {self.stored} has shape {list(shape)}, "
+            f"of which no parts are those of {self.rows.total} rows that the configuration asks for"
+        )
 
     def part(self, shape: Sequence[int]) -> tuple[int, Span] | None:
         """The dimension along which the stored tensor is cut, and this rank's range; None: the whole tensor.
@@ -54,18 +89,15 @@ class Place:
         if rows is None or kind in _SHARED or not shape or shape[0] == 1:
             return None
         dim = 1 if kind in _BY_COLUMNS else 0
-        if len(shape) == 3:  # of all experts, transposed
-            dim = 2
+        if len(shape) == 3 and shape[1] > 1:  # of all experts
+            dim = 1 if self.by_rows else 2
         count = shape[dim] if len(shape) > dim else 0
         if count == rows.total:
             return dim, rows
         each = _outputs_each(kind, count, rows.total)
         if each and rows.start % each == 0 and (rows.size % each == 0 or rows.start + rows.size == rows.total):
             return dim, Span(rows.start // each, -(-rows.size // each), count)
-        raise ConfigError(
-            f"{self.path}: tensor {self.stored} has shape {list(shape)}, "
-            f"of which no parts are those of {rows.total} rows that the configuration asks for"
-        )
+        raise self._misfit(shape)
 
 
 def _outputs_each(kind: str, count: int, total: int) -> int:
@@ -76,7 +108,16 @@ def _outputs_each(kind: str, count: int, total: int) -> int:
     return BLOCK if kind in _SCALES and count == -(-total // BLOCK) else 0
 
 
-def places(name: str, path: Path, stored: str, fused: FusedRows) -> Iterator[tuple[str, Place]]:
+def places(
+    name: str,
+    path: Path,
+    stored: str,
+    fused: FusedRows,
+    *,
+    by_rows: bool = False,
+    groups: int = 1,
+    transposed: bool = False,
+) -> Iterator[tuple[str, Place]]:
     """Our names of what a stored tensor holds, each with its place.
 
     Args:
@@ -84,18 +125,24 @@ def places(name: str, path: Path, stored: str, fused: FusedRows) -> Iterator[tup
         path: The file.
         stored: The tensor's name there.
         fused: Projections that are stored as one tensor.
+        by_rows: As :class:`Place` has it.
+        groups: The same.
+        transposed: The same, of matrices of layers.
     """
+    transposed = transposed and name.startswith("model.layers.")
     name += "."
     whole = next((each for each in fused if f".{each}." in name), None)
     if whole is None:
-        yield name[:-1], Place(path, stored)
+        yield name[:-1], Place(path, stored, transposed=transposed)
         return
     start, total = 0, sum(fused[whole].values())
     for part, size in fused[whole].items():
-        yield name.replace(f".{whole}.", f".{part}.")[:-1], Place(path, stored, Span(start, size, total))
+        place = Place(path, stored, Span(start, size, total), by_rows, groups, transposed)
+        yield name.replace(f".{whole}.", f".{part}.")[:-1], place
         start += size
 
 
+_MATRIX = 2
 _DUMMY_STD = 0.02
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of slots that take numbers unchanged; slots of other dtypes belong to a quantised format."""

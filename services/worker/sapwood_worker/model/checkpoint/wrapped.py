@@ -10,15 +10,15 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.names import WRAPPERS
 
 _NESTED = ("text_config", "llm_config", "language_config")
-_WRAPPERS = ("ForConditionalGeneration", "InternVLChatModel", "ForVisionText2Text")
-"""How names of wrappers end."""
 _OTHERWISE = {"PaliGemmaForConditionalGeneration": "the tokens of its prompts see those after them"}
 """Wrappers whose language part computes otherwise than the family that its settings name."""
 _MODEL_TYPES = {
     "gemma3_text": "gemma3", "llama4_text": "llama4", "kimi_k2": "deepseek_v3", "ministral": "mistral",
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "glm4v_text": "glm4",
+    "qwen2_5_omni_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe",
 }  # fmt: skip
 """``model_type`` of a language part -> the family, where it is not the family's name."""
 _FLAT = {"Qwen2VLForConditionalGeneration": "qwen2", "Qwen2_5_VLForConditionalGeneration": "qwen2"}
@@ -44,16 +44,18 @@ _PREFIXES = {
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "text_model.model.": "model.",
+    "thinker.model.": "model.",
+    "thinker.lm_head.": "lm_head.",
 }
-_OTHER_PARTS = tuple(
-    start + part
-    for start in ("", "model.")
-    for part in (
-        "vision_tower.", "vision_model.", "vision_encoder.", "vision_embed_tokens.", "visual.", "audio_tower.", "audio_encoder.",
-        "multi_modal_projector.", "mm_projector.", "projector.", "connector.", "patch_merger.", "mlp1.", "image_newline",
-        "vision_language_adapter.", "embed_vision.", "embed_audio.",
-    )
+_SEEN_OR_HEARD = (
+    "vision_tower.", "vision_model.", "vision_encoder.", "vision_embed_tokens.", "visual.", "audio_tower.", "audio_encoder.",
+    "multi_modal_projector.", "mm_projector.", "projector.", "connector.", "patch_merger.", "mlp1.", "image_newline",
+    "vision_language_adapter.", "embed_vision.", "embed_audio.",
 )  # fmt: skip
+_OTHER_PARTS = (
+    *(start + part for start in ("", "model.", "thinker.") for part in _SEEN_OR_HEARD),
+    *("talker.", "token2wav.", "code2wav."),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,12 @@ def language_part(
     Raises:
         ConfigError: It is a wrapper, and its language part is not served; names that part.
     """
+    thinker = raw.get("thinker_config")  # beside the part that speaks
+    if isinstance(thinker, dict):
+        raw = {
+            **{name: value for name, value in raw.items() if name in ("architectures", "tie_word_embeddings")},
+            **thinker,
+        }
     key = next((key for key in _NESTED if raw.get(key) is not None), None)
     nested = {} if key is None else raw[key]
     if not isinstance(nested, dict):
@@ -99,7 +107,7 @@ def language_part(
     family = known.get(architecture)
     if family is not None:
         return LanguagePart(family, settings, own)
-    if not architecture.endswith(_WRAPPERS):
+    if not architecture.endswith(WRAPPERS):
         return None
     why = _OTHERWISE.get(architecture)
     names = nested.get("architectures")

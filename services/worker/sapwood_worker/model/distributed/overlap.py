@@ -106,6 +106,7 @@ class Overlap:
 
     Attributes:
         summed: How many chunks were summed so far.
+        whole: Whether nothing is cut for now, as what is computed needs to know a row's place in the step.
     """
 
     def __init__(self, sums: Callable[[Tensor], object], aside: Aside) -> None:
@@ -113,6 +114,7 @@ class Overlap:
         self._tables: dict[CutKind, Cuts] = {}
         self._coming: Coming | None = None
         self.summed = 0
+        self.whole = False
 
     def cut(self, table: Cuts, kind: CutKind = "products") -> None:
         """Sets into how many chunks a kind of work is cut."""
@@ -129,6 +131,8 @@ class Overlap:
 
     def pieces(self, rows: int, kind: CutKind = "products") -> int:
         """Into how many chunks this many rows are cut."""
+        if self.whole:
+            return 1
         return next((count for least, count in reversed(self._tables.get(kind, ())) if rows >= least), 1)
 
     def run(

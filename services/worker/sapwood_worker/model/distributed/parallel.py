@@ -11,6 +11,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_worker.model.distributed.data_parallel import DataParallelRows, PartialSums
 from sapwood_worker.model.distributed.expert_exchange import ExpertExchange
 from sapwood_worker.model.distributed.group import Group, ValueT
+from sapwood_worker.model.distributed.notes import Notes
 from sapwood_worker.model.weight_slot import Span, whole
 from sapwood_worker.settings import DispatchName
 
@@ -30,6 +31,7 @@ class Parallel:
             have all rows.
         dispatch: How such rows go to the experts of ``ep``.
         expert_exchange: Sends rows only to the ranks of their experts; None: rows go to all ranks.
+        notes: Exchanges values outside of steps.
     """
 
     tp: Group = field(default_factory=Group)
@@ -40,6 +42,7 @@ class Parallel:
     rows: DataParallelRows | None = None
     dispatch: DispatchName = "gather"
     expert_exchange: ExpertExchange | None = None
+    notes: Notes = field(default_factory=Notes)
 
     @property
     def attending(self) -> Parallel:

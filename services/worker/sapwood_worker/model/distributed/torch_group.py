@@ -20,12 +20,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.contracts import Norm
 from sapwood_worker.model.distributed.all_reduce import AllReduce, Choice, add_up
 from sapwood_worker.model.distributed.group import Group, ValueT
+from sapwood_worker.model.distributed.notes import StoreNotes
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.records.ranks import Waits
 
@@ -324,7 +325,8 @@ def join_groups(
             made = dist.new_group(ranks, timeout=later) if len(ranks) > 1 else None  # by all ranks, in this order
             if rank in ranks:
                 found[kind] = Group() if made is None else TorchGroup(ranks, made, waits or Waits())
-    return Parallel(found["tp"], found["pp"], found["dp"], found["ep"])
+    notes = StoreNotes(PrefixStore("notes", dist.distributed_c10d._get_default_store()), rank, world)
+    return Parallel(found["tp"], found["pp"], found["dp"], found["ep"], notes=notes)
 
 
 def _store(rendezvous: str, rank: int, world: int, limit: timedelta, listener: int | None) -> TCPStore:

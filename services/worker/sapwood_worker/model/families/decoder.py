@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.pipeline import StageLink
 from sapwood_worker.model.layers.attention import Attention
 from sapwood_worker.model.layers.aux_hidden_states import AuxiliaryHiddenStates
-from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from sapwood_worker.model.layers.embedding import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from sapwood_worker.model.layers.latent_attention import LatentAttention
 from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.linear import Linear
@@ -28,12 +29,29 @@ from sapwood_worker.model.layers.norm import (
     LayerNorm,
     QKNorm,
     RMSNorm,
+    RotatedNorm,
     UnitNorm,
     WidthNorm,
 )
 from sapwood_worker.model.layers.rotary import Angles, NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
+from sapwood_worker.model.layers.state.state_layer import StateLayer
 from sapwood_worker.records.expert_load import ExpertMove
+
+
+def mixer(config: ModelConfig, index: int, context: LayerContext) -> Attention | LatentAttention | StateLayer:
+    """What mixes a layer's tokens: attention, or what keeps a state in its place.
+
+    Args:
+        config: The model's configuration.
+        index: The layer's index.
+        context: Where and how the layer is built.
+    """
+    if config.attends(index):
+        return self_attention(config, index, context.attending.inside("self_attn"))
+    state = config.states[index]
+    assert state is not None
+    return state.build(config.hidden_size, index, context.attending.inside(state.name))
 
 
 def self_attention(config: ModelConfig, index: int, context: LayerContext) -> Attention | LatentAttention:
@@ -62,6 +80,8 @@ def self_attention(config: ModelConfig, index: int, context: LayerContext) -> At
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         sinks=config.attention_sinks,
+        gated=config.attention_gate,
+        clip=config.clip_qkv,
         rope=config.ropes[index],
         context=context,
     )
@@ -73,15 +93,17 @@ def _qk_norm(config: ModelConfig, index: int, context: LayerContext) -> AnyQKNor
     sizes, eps = (config.num_heads, config.num_kv_heads, config.head_dim), config.rms_norm_eps
     if config.qk_norm_kind == "head":
         return QKNorm(config.head_dim, eps, context)
+    if config.qk_norm_kind == "rotated":
+        return RotatedNorm(config.head_dim, eps, context)
     return (WidthNorm if config.qk_norm_kind == "width" else HeadLayerNorm)(*sizes, eps, context)
 
 
 def _norm(config: ModelConfig, context: LayerContext) -> AnyNorm:
     """A norm of the model's width."""
     width, eps = config.hidden_size, config.rms_norm_eps
-    return (
-        RMSNorm(width, eps, context) if config.norm == "rms" else LayerNorm(width, eps, context, bias=config.norm_bias)
-    )
+    if config.norm == "rms":
+        return RMSNorm(width, eps, context)
+    return LayerNorm(width, eps, context, bias=config.norm_bias, weight=config.norm_weight)
 
 
 def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> GatedMLP | PlainMLP | SparseMLP | JoinedMLP:
@@ -130,7 +152,7 @@ class DecoderLayer(Layer, ABC):
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
         self.first_norm = None
-        self.attention = self_attention(config, index, context.attending.inside("self_attn"))
+        self.attention = mixer(config, index, context)
         self.mlp = feed_forward(config, index, context)
         # Before experts that are cut attention is cut as they are, before others as products are.
         if isinstance(self.mlp, SparseMLP) and self.mlp.kind is not None and self.attention.ranks is not None:
@@ -156,6 +178,18 @@ class DecoderLayer(Layer, ABC):
         found = self.norms[name]
         assert isinstance(found, RMSNorm | LayerNorm)
         return found
+
+
+class SeenTokens(NamedTuple):
+    """A step's tokens that stand for parts of pictures.
+
+    Attributes:
+        rows: int64 [N]: their places among the step's tokens.
+        values: [levels, N, hidden_size]: their embeddings, and what is added to the outputs of the first layers.
+    """
+
+    rows: Tensor
+    values: Tensor
 
 
 class DecoderModel(Layer):
@@ -200,6 +234,9 @@ class DecoderModel(Layer):
         if self.link.first or tied:
             named = vocabulary.inside("model").inside("embed_tokens")
             self.embedding = VocabParallelEmbedding(vocab, width, config.embedding_scale, named)
+        self.positions: PositionEmbedding | None = None
+        if self.link.first and config.positions is not None:
+            self.positions = PositionEmbedding(config.positions, width, inside.inside("embed_positions"))
         layers: list[DecoderLayer] = []
         for index in self.own:
             layers.append(layer_class(config, index, inside.inside(f"layers.{index}")))
@@ -217,7 +254,9 @@ class DecoderModel(Layer):
         if config.labels is None:
             table = self.embedding.table if tied and self.embedding is not None else None
             inside, scale, softcap = vocabulary.inside("lm_head"), config.logit_scale, config.final_softcap
-            self.head = VocabParallelHead(vocab, width, tied=table, softcap=softcap, scale=scale, context=inside)
+            self.head = VocabParallelHead(
+                vocab, width, tied=table, softcap=softcap, scale=scale, context=inside, bias=config.head_bias
+            )
         else:
             count, score = len(config.labels.names), vocabulary.inside("score")
             self.head = VocabParallelHead(count, width, tied=None, softcap=None, context=score, labels=True)
@@ -239,6 +278,8 @@ class DecoderModel(Layer):
     def elsewhere(self) -> tuple[str, ...]:
         """How names of weights begin that other stages have."""
         others = tuple(f"model.layers.{i}." for i in range(self.config.num_layers) if i not in self.own)
+        if not self.link.first:
+            others = ("model.embed_positions.", *others)
         return others if self.embedding is not None else ("model.embed_tokens.", *others)
 
     def layer_size(self) -> int:
@@ -268,7 +309,7 @@ class DecoderModel(Layer):
             self.exchange.forget()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size]: what the first layer gets; only the first stage has it."""
+        """int64 [T] -> [T, hidden_size], without positions; only the first stage has the table."""
         assert self.embedding is not None
         hidden: Tensor = self.embedding(token_ids)
         return hidden
@@ -286,31 +327,42 @@ class DecoderModel(Layer):
         self._settle()
         return result
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, seen: SeenTokens | None = None
+    ) -> Tensor:
         """Runs the layers over a flat ragged batch; writes keys and values to the cache.
 
         Stages hand what their layers give on to the next.
 
         Args:
             token_ids: int64 [T].
-            positions: int64 [T].
+            positions: int64 [T], or [3, T] on three axes.
             plan: The step's attention.
+            seen: The tokens that stand for pictures; None: there are none. Only a model of one stage takes any.
 
         Returns:
             [T, hidden_size], before the final norm: that of this stage's layers, good for :meth:`logits` and :meth:`normed`.
         """
-        hidden = self.compute(self.begin(token_ids), positions, plan)
+        if seen is None:
+            hidden = self.compute(self.begin(token_ids, positions), positions, plan)
+        else:
+            assert self.link.alone, "pictures in a pipeline"
+            hidden = self.begin(token_ids, positions).index_copy_(0, seen.rows, seen.values[0])
+            hidden = self.compute(hidden, positions, plan, seen)
         if not self.link.last:
             self.link.send(hidden)
         return hidden
 
-    def begin(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size]: what this stage's layers get, which the stage before has sent if there is one."""
-        return self.embed(token_ids) if self.link.first else self.link.receive(len(token_ids))
+    def begin(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """int64 [T] each -> [T, hidden_size]: what this stage's layers get, which the stage before has sent if there is one."""
+        if not self.link.first:
+            return self.link.receive(len(token_ids))
+        hidden = self.embed(token_ids)
+        return hidden if self.positions is None else hidden + self.positions(positions)
 
-    def compute(self, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    def compute(self, hidden: Tensor, positions: Tensor, plan: AttentionPlan, seen: SeenTokens | None = None) -> Tensor:
         """The output of this stage's layers for the tensor from :meth:`begin`, which they may overwrite; needs no other stage."""
-        hidden = self.through(hidden, self.angles(positions), plan)
+        hidden = self.through(hidden, self.angles(positions), plan, seen)
         if (aux_hidden_states := self.aux_hidden_states) is not None:
             aux_hidden_states.see(self.config.num_layers, hidden)
             aux_hidden_states.keep(plan.destination(self._lasting).slots)
@@ -320,7 +372,9 @@ class DecoderModel(Layer):
         """int64 [T] -> each kind of rotation's, as :meth:`through` takes them."""
         return [rotary(positions) for rotary in self.rotary]
 
-    def through(self, hidden: Tensor, angles: Sequence[Angles], plan: AttentionPlan) -> Tensor:
+    def through(
+        self, hidden: Tensor, angles: Sequence[Angles], plan: AttentionPlan, seen: SeenTokens | None = None
+    ) -> Tensor:
         """Runs this stage's layers: [T, hidden_size], which they may overwrite -> the same shape."""
         aux_hidden_states = self.aux_hidden_states
         for layer, index in zip(self.layers, self.own, strict=True):
@@ -328,6 +382,9 @@ class DecoderModel(Layer):
                 self._settle()
                 aux_hidden_states.see(index, hidden)
             hidden = layer(hidden, angles[self._kinds[index]], plan)
+            if seen is not None and 1 + index < len(seen.values):
+                self._settle()
+                hidden.index_add_(0, seen.rows, seen.values[1 + index])
         return hidden
 
     def _settle(self) -> None:
@@ -383,6 +440,42 @@ class JoinedMLP(Layer):
 
 
 # Orders of norms, attention and MLP in a layer, other than Llama's.
+
+
+class SingleDecoderLayer(DecoderLayer):
+    """One norm, and then one of attention, what keeps a state, and an MLP."""
+
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        Layer.__init__(self)
+        self.norms = nn.ModuleDict({"norm": _norm(config, context.inside("norm"))})
+        self.first_norm = self.before = self.norm("norm")
+        inside = context.inside("mixer")
+        self.mixer: Attention | LatentAttention | StateLayer | None = None
+        self.alone: PlainMLP | None = None
+        if config.attends(index):
+            self.mixer = self_attention(config, index, inside.attending)
+        elif (state := config.states[index]) is not None:
+            self.mixer = state.build(config.hidden_size, index, inside.attending)
+        else:
+            assert config.plain_mlp is not None
+            width, inner = config.hidden_size, config.intermediate_size
+            self.alone = PlainMLP(width, inner, config.plain_mlp, bias=config.mlp_bias, context=inside.joined)
+
+    @staticmethod
+    def norm_names() -> tuple[str, ...]:
+        return ("norm",)
+
+    def precedes(self, other: DecoderLayer) -> None:
+        """Nothing is computed in the sum of an output that the next layer reads."""
+
+    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        result: Tensor
+        if self.mixer is not None:
+            result = self.mixer(hidden, self.before, angles, plan, hidden)
+        else:
+            assert self.alone is not None
+            result = self.alone(hidden, self.before, hidden)
+        return result
 
 
 class SandwichDecoderLayer(DecoderLayer):

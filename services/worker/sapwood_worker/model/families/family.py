@@ -21,10 +21,10 @@ FusedRows = Mapping[str, Mapping[str, int]]
 """The name of a stored projection within a layer -> the names of its parts, with each one's rows, in order."""
 
 
-def fused_qkv(config: ModelConfig) -> FusedRows:
-    """``qkv_proj`` holds the queries, keys and values."""
+def fused_qkv(config: ModelConfig, name: str = "qkv_proj") -> FusedRows:
+    """A projection, ``qkv_proj`` if it has no other name, holds the queries, keys and values."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {"self_attn.qkv_proj": {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}}
+    return {f"self_attn.{name}": {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}}
 
 
 def fused_gate_up(config: ModelConfig) -> FusedRows:
@@ -39,8 +39,9 @@ def fused_gate_up(config: ModelConfig) -> FusedRows:
 def attention_layout(config: ModelConfig, dtype: str, page_size: int) -> KVLayout:
     """Every layer keeps keys and values, or the one vector of latent attention, which each rank has whole.
 
-    What layers of one window keep is a component of its own. Where all layers have windows, the first table of pages is one that
-    no layer keeps anything in: it tells the prefix cache which tokens there were.
+    Layers with a state keep that instead, or besides. What layers of one window keep is a component of its own. Where all layers
+    have windows or none has attention, the first table of pages is one that no layer keeps anything in: it tells the prefix cache
+    which tokens there were.
 
     Args:
         config: The model's configuration.
@@ -49,12 +50,15 @@ def attention_layout(config: ModelConfig, dtype: str, page_size: int) -> KVLayou
     """
     layers: dict[Needed, list[int]] = {"all": []}
     for index, window in enumerate(config.windows):
+        if not config.attends(index):
+            continue
         needed: Needed = "all" if window is None or window >= config.max_position else window
         layers.setdefault(needed, []).append(index)
-    return KVLayout(
-        tuple(_component(config, tuple(each), dtype, needed) for needed, each in layers.items()),
-        page_size,
-    )
+    paged = tuple(_component(config, tuple(each), dtype, needed) for needed, each in layers.items())
+    sizes = {(each.heads, each.numbers // each.heads) for each in config.states if each is not None}
+    # Drift of a sum over many tokens is too large in fewer bits.
+    states = tuple(KVComponent(config.state_layers, 1, *size, "float32", needed="state") for size in sizes)
+    return KVLayout((*paged, *states), page_size)
 
 
 def _component(config: ModelConfig, layers: tuple[int, ...], dtype: str, needed: Needed) -> KVComponent:
@@ -128,6 +132,11 @@ class ModelFamily:
         gguf_interleaves: Whether GGUF files hold the rows of queries and keys in interleaved rotary order.
         prefixes: How names in Hugging Face checkpoints may begin, and how ours do instead.
         fused: Projections that Hugging Face checkpoints store as one tensor, by the configuration.
+        groups: In how many parts of such a tensor each projection lies: of each part it has the same rows.
+        transposed: Whether checkpoints hold matrices of layers as [inputs, outputs].
+        renamed: Names inside those of Hugging Face checkpoints, between dots, that ours differ from.
+        by_rows: Whether checkpoints hold the experts' projections as [experts, outputs, inputs], not transposed, where they hold
+            all experts as one tensor.
         skipped: How names of tensors begin that are no part of the language model.
         unread: Settings of ``config.json`` that its files may have and nothing reads, with the values that they may have.
         kv_layout: Makes the layout of the KV cache from the configuration, the cache's dtype and the page size.
@@ -144,6 +153,10 @@ class ModelFamily:
     gguf_interleaves: bool = False
     prefixes: Mapping[str, str] = field(default_factory=dict)
     fused: Callable[[ModelConfig], FusedRows] = lambda config: {}
+    groups: Callable[[ModelConfig], int] = lambda config: 1
+    transposed: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    by_rows: bool = False
     skipped: tuple[str, ...] = ()
     kv_layout: Callable[[ModelConfig, str, int], KVLayout] = attention_layout
     classifiers: tuple[str, ...] = ()

@@ -154,7 +154,7 @@ CONFIG = KnownKeys(
         "of layers that only draft tokens": """
             use_mtp num_mtp_modules num_mtp_layers mtp_* num_nextn_layers nextn_*
         """,
-        "of pictures and sound, which are refused in requests": """
+        "of pictures and sound, which change nothing of text": """
             vision_* image_* video_* audio_* mm_* boi_* eoi_* boa_* eoa_* visual vision_config vit_* projector_*
             multimodal_projector_* spatial_merge_size rope_scaling.mrope_section rope_scaling.mrope_interleaved
             rope_parameters.mrope_section rope_parameters.mrope_interleaved use_mrope is_multimodal image_token_id

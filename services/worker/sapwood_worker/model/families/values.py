@@ -16,6 +16,7 @@ from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.known_keys import says_nothing
 from sapwood_worker.model.layers.latent_attention import LatentConfig
+from sapwood_worker.model.layers.mlp import PlainActivation
 from sapwood_worker.model.layers.rotary import (
     LinearScaling,
     Llama3Scaling,
@@ -357,6 +358,16 @@ _ACTIVATIONS: dict[str, Gate] = {
 }
 
 
+_PLAIN_ACTIVATIONS: dict[str, PlainActivation] = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class HfValues:
     """The settings of a model.
@@ -376,6 +387,21 @@ class HfValues:
     def interleaved(self) -> HfValues:
         """These settings for a family whose rotary embeddings turn neighbours in a head together."""
         return replace(self, neighbours=True)
+
+    def named(self, names: Mapping[str, str]) -> HfValues:
+        """These settings, some of which the family calls otherwise.
+
+        Args:
+            names: Our name -> the family's; a number of layers, heads or the like.
+
+        Raises:
+            KeyError: One is missing.
+            ValueError: One is no whole number above 0.
+        """
+        found = {ours: self.values[theirs] for ours, theirs in names.items()}
+        for ours, theirs in names.items():
+            check_count(theirs, found[ours], 1)
+        return replace(self, values=self.values.but(found))
 
     @property
     def layers(self) -> int:
@@ -427,6 +453,18 @@ class HfValues:
             output_bias=bias,
             mlp_bias=bool(values.get("mlp_bias", False)),
         )
+
+    def plain_activation(self, key: str) -> PlainActivation:
+        """The activation of an MLP without a gate that a setting names.
+
+        Raises:
+            KeyError: The setting is missing.
+            ValueError: It is not supported.
+        """
+        name = self.values[key]
+        if name not in _PLAIN_ACTIVATIONS:
+            raise ValueError(f"{key}: activation {name!r:.60} is not supported ({', '.join(_PLAIN_ACTIVATIONS)} are)")
+        return _PLAIN_ACTIVATIONS[name]
 
     def activation(self, key: str) -> Gate:
         """The activation that a setting names; ``silu`` if it names none.
@@ -509,7 +547,20 @@ def read_rope(
         _KINDS[kind](given, values, rotated // 2),
         rotated=None if rotated == head_dim else rotated,
         interleaved=interleaved,
+        sections=_sections(given.get("mrope_section"), rotated // 2),
+        mixed=given.get("mrope_interleaved") is True,
     )
+
+
+def _sections(given: Any, pairs: int) -> tuple[int, ...]:
+    """The pairs for each of three axes; empty: the setting does not say, or says it of heads of another size."""
+    if not isinstance(given, list) or len(given) != _AXES or not all(isinstance(each, int) for each in given):
+        return ()
+    return tuple(given) if min(given) >= 0 and sum(given) == pairs else ()
+
+
+_AXES = 3
+"""Time, height and width."""
 
 
 def longest_position(values: Mapping[str, Any]) -> int:

@@ -21,6 +21,7 @@ from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile import engine_message, parser_limits
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_worker.model.grammar.backend import (
+    ForcedText,
     GrammarNeeds,
     Spellings,
     TokenMasks,
@@ -58,7 +59,9 @@ class GrammarStore:
     ) -> None:
         tokens = [*vocabulary.tokens[:vocab_size], *(b"" for _ in range(vocab_size - len(vocabulary.tokens)))]
         self._tokenizer = _index(tokens, vocabulary.special_ids, eos_token_ids)
-        self._spellings = Spellings(tokens)
+        self._spellings = Spellings(
+            [b"" if index in vocabulary.special_ids else token for index, token in enumerate(tokens)]
+        )
         self.columns = int(self._tokenizer.vocab_size)
         self._words = -(-self.columns // 32)
         self._fingerprint = vocabulary.fingerprint
@@ -153,10 +156,9 @@ def make_llguidance(needs: GrammarNeeds) -> GrammarStore:
 # One request's place in its grammar, over llguidance's matcher (an Earley parser with a lazily built lexer).
 #
 # Jump-forward: where only one token may come next, :meth:`forced` returns it, and the scheduler appends it without
-# asking the model. The output is the same with and without. Where the grammar forces *text* that several token
-# sequences spell, the model chooses among them. A vocabulary with many long tokens leaves that choice nearly everywhere
-# (Gemma's in JSON: always), so there only special tokens are forced; over a vocabulary of bytes all forced text is. The
-# end token after a complete answer is never computed: the request ends as soon as nothing may follow.
+# asking the model. Where the grammar forces *text* that several token sequences spell, the model chooses among them:
+# :meth:`guess` has the tokenizer's own, which the next step checks as a draft. The output is the same with and without.
+# The end token after a complete answer is never computed: the request ends as soon as nothing may follow.
 class GrammarMatcher:
     """Implements :class:`~sapwood_worker.records.grammar_state.GrammarState`.
 
@@ -178,6 +180,7 @@ class GrammarMatcher:
         self._released = released
         self._closed = False
         self._spellings = spellings
+        self._forced = ForcedText(spellings)
         self._words = words
 
     @property
@@ -226,6 +229,18 @@ class GrammarMatcher:
         mask = np.zeros(self._words, np.int32)
         self.fill(mask)
         return only_token(mask)
+
+    def guess(self, most: int, token_ids: Sequence[int], start: int) -> list[int]:
+        """Takes 15 us where nothing is drafted."""
+        return self._forced.draft(self, most, token_ids, start)
+
+    def forced_text(self) -> bytes:
+        """As :class:`~sapwood_worker.model.grammar.backend.DraftEngine`."""
+        return bytes(self._engine.compute_ff_bytes())
+
+    def take(self, token_ids: list[int]) -> int:
+        """As :class:`~sapwood_worker.model.grammar.backend.DraftEngine`."""
+        return self.accept_all(token_ids[: self.validate(token_ids)])
 
     def close(self) -> None:
         if not self._closed:

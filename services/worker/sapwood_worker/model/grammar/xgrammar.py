@@ -25,6 +25,7 @@ from sapwood_common.grammar.json_schema import STEPS, GrammarError, all_schemas,
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
 from sapwood_common.grammar.structural_tag import format_of
 from sapwood_worker.model.grammar.backend import (
+    ForcedText,
     GrammarNeeds,
     Spellings,
     TokenMasks,
@@ -401,6 +402,7 @@ class XgrammarState:
         self._matcher = matcher
         self._ends = frozenset(end_token_ids)
         self._spellings = spellings
+        self._forced = ForcedText(spellings)
         self._usable = usable
         self._end_mask = mask_of(end_token_ids, len(usable))
         self._error = ""
@@ -461,13 +463,25 @@ class XgrammarState:
     def forced(self) -> int | None:
         if self._error or self._matcher.is_terminated():
             return None
-        text = self._matcher.find_jump_forward_string().encode("utf-8", "surrogateescape")
-        if not forced_by(text, self._spellings):
+        if not forced_by(self.forced_text(), self._spellings):
             return None
         mask = np.zeros_like(self._end_mask)
         self._fill(mask)
         token = only_token(mask)
         return None if token in self._ends else token
+
+    def guess(self, most: int, token_ids: Sequence[int], start: int) -> list[int]:
+        return [] if self._error else self._forced.draft(self, most, token_ids, start)
+
+    def forced_text(self) -> bytes:
+        """As :class:`~sapwood_worker.model.grammar.backend.DraftEngine`."""
+        if self._matcher.is_terminated():
+            return b""
+        return bytes(self._matcher.find_jump_forward_string().encode("utf-8", "surrogateescape"))
+
+    def take(self, token_ids: list[int]) -> int:
+        """As :class:`~sapwood_worker.model.grammar.backend.DraftEngine`."""
+        return self.accept_all(token_ids)
 
     def close(self) -> None:
         """The library frees it."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
@@ -19,7 +18,7 @@ from sapwood_common.models.json_file import read_json_object
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config
-from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
+from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource, open_weights
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
@@ -233,15 +232,8 @@ def _read(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     path = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if path is None:
         raise ConfigError(f"{folder}: holds neither {' nor '.join(_FILES)}")
-    if not path.is_file():
-        raise ConfigError(f"{path}: is no file")
-    try:
-        # weights_only: what the pickle says is made of tensors alone, and runs nothing.
-        stored = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except Exception as error:  # the libraries' own, and any that a damaged pickle leads to
-        raise ConfigError(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}") from error
-    if not isinstance(stored, dict) or not all(isinstance(each, Tensor) for each in stored.values()):
-        raise ConfigError(f"{path}: holds other things than tensors by their names")
+    with open_weights(path) as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     return path, {name.removeprefix("model.").replace("layers.0.", "midlayer."): each for name, each in stored.items()}
 
 

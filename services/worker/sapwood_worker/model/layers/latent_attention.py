@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.rotary import Angles
-from sapwood_worker.model.quantization.linear_method import LinearShape, Part
+from sapwood_worker.model.quantization.linear_method import LinearShape, Part, Renewal
 from sapwood_worker.model.weight_slot import Span, WeightSlots, whole
 
 _EPS = 1e-6
@@ -117,6 +118,13 @@ class LatentAttention(Layer):
         norm, interleaved = self.latent_norm, self._latent.rope_interleave
         self._store = ops.store_latent(norm.weight, norm.eps, self._context.dtype, interleaved=interleaved)
         self._store_absorbed = ops.store_absorbed(norm.weight, norm.eps, up, interleaved=interleaved)
+
+    @property
+    def renewal(self) -> Renewal:
+        return "refuse" if self._context.ops.captures else "copy"  # what is made of them has another address
+
+    def depends_on(self) -> Collection[str]:
+        return self.slots().keys() | self.latent_norm.slots().keys()
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.quantization.linear_method import LinearMethod, Renewal
 from sapwood_worker.model.quantization.registry import LinearMethods
 from sapwood_worker.model.weight_slot import WeightSlots
 
@@ -28,6 +29,7 @@ class LayerContext:
         linear: Gives linear layers their methods.
         parallel: The groups of ranks that the layer is split over.
         prefix: The layer's name in a Hugging Face checkpoint.
+        adapted: Whether linear layers may get adapters, so that each of them must remain a layer of its own.
     """
 
     dtype: torch.dtype
@@ -35,6 +37,7 @@ class LayerContext:
     linear: LinearMethods
     parallel: Parallel
     prefix: str = ""
+    adapted: bool = False
 
     def inside(self, name: str) -> LayerContext:
         """The context of a layer called ``name`` inside this one."""
@@ -98,7 +101,32 @@ class Layer(nn.Module):
         return {}
 
     def finish(self) -> None:
-        """Readies its own tensors for use."""
+        """Readies its own tensors for use. Called again when they have changed, where :attr:`renewal` is ``copy``."""
+
+    def forget_copies(self) -> None:
+        """Lets go of copies that :meth:`finish` has made of its weights, and will make again."""
+
+    @property
+    def renewal(self) -> Renewal:
+        """How its own weights change while the model serves. Here: as its slots are."""
+        return "copy"
+
+    @property
+    def weight_name(self) -> str:
+        """What to call its weights in messages: the name of one of them, where its slots tell it."""
+        return next(iter(self.slots()), type(self).__name__)
+
+    def depends_on(self) -> Collection[str]:
+        """The weights after whose change :meth:`finish` is to be called again."""
+        return self.slots().keys()
+
+    def rebuilt(self) -> LinearMethod:
+        """A new method for its weights, to be filled and finished; only where :attr:`renewal` is ``rebuild``."""
+        raise NotImplementedError
+
+    def put_method(self, method: LinearMethod) -> LinearMethod:
+        """Computes with another method from now on; returns the one before. Only where :attr:`renewal` is ``rebuild``."""
+        raise NotImplementedError
 
     def _all(self) -> Iterator[Layer]:
         return (each for each in self.modules() if isinstance(each, Layer))

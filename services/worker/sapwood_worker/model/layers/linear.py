@@ -12,8 +12,9 @@ from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.overlap import CutKind
 from sapwood_worker.model.layers.layer import Layer, LayerContext
+from sapwood_worker.model.layers.lora_layer import LoraLayer
 from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
-from sapwood_worker.model.quantization.linear_method import LinearShape, Part
+from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part, Renewal
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 
 # The end of a layer that is split over ranks: the sum of the ranks' parts, and the operations fused with the sum.
@@ -99,13 +100,16 @@ class Linear(Layer):
     Attributes:
         shape: The argument.
         method: How the weights are stored, and the product with them.
+        lora: Adds adapters' products; None: it takes no adapters.
     """
 
     def __init__(self, shape: LinearShape, context: LayerContext) -> None:
         super().__init__()
         self.shape = shape
         self.method = context.linear.method(shape)
+        self.lora: LoraLayer | None = None
         self._ops = context.ops
+        self._methods = context.linear
 
     def slots(self) -> WeightSlots:
         return self.method.slots()
@@ -113,9 +117,34 @@ class Linear(Layer):
     def finish(self) -> None:
         self.method.finish()
 
+    def forget_copies(self) -> None:
+        self.method.forget_copies()
+
+    @property
+    def renewal(self) -> Renewal:
+        return self.method.renewal
+
+    @property
+    def weight_name(self) -> str:
+        return f"{self.shape.parts[0].name}.weight"
+
+    def rebuilt(self) -> LinearMethod:
+        return self._methods.method(self.shape)
+
+    def put_method(self, method: LinearMethod) -> LinearMethod:
+        before, self.method = self.method, method
+        return before
+
     def gates(self, rows: int) -> bool:
         """Whether a gated activation after a product of this many rows costs nothing."""
-        return self.method.fuses(rows).gate_after
+        return self.method.fuses(rows).gate_after or self._adapted is not None
+
+    @property
+    def _adapted(self) -> LoraLayer | None:
+        """Adds adapters' products, if rows of the current batch need that. Norms before and gates after the product are then
+        separate, as adapters multiply the same input and add to the product itself."""
+        lora = self.lora
+        return lora if lora is not None and lora.active else None
 
 
 class ColumnLinear(Linear):
@@ -137,6 +166,11 @@ class ColumnLinear(Linear):
         if (pieces := self.pieces(x, norm, gate)) is not None:
             return torch.cat(list(pieces))
         method = self.method
+        if (lora := self._adapted) is not None:
+            x = x if norm is None else norm(x)
+            low = lora.shrink(x)
+            out = method.apply(x)
+            return lora.add(low, out) if gate is None else lora.add_gated(low, out, gate)
         fused = method.fuses(x.shape[0])
         taken = norm if fused.norm and isinstance(norm, RMSNorm) and not norm.has(x) else None
         if taken is None and norm is not None:
@@ -192,6 +226,11 @@ class RowLinear(Linear):
         method, ranks = self.method, self.ranks
         if ranks is None:
             fused = method.fuses(x.shape[0])
+            if (lora := self._adapted) is not None:
+                x = x if gate is None else self._ops.gated(gate)(x)
+                low = lora.shrink(x)
+                result = lora.add(low, method.apply(x, residual=residual if fused.residual else None))
+                return result if residual is None or fused.residual else residual.add_(result)
             if gate is not None and not fused.gate_before:
                 x, gate = self._ops.gated(gate)(x), None
             if residual is None or fused.residual:
@@ -221,6 +260,10 @@ class RowLinear(Linear):
 
     def _part(self, x: Tensor, gate: Gate | None) -> Tensor:
         """This rank's part of the output."""
+        if (lora := self._adapted) is not None:
+            x = x if gate is None else self._ops.gated(gate)(x)
+            low = lora.shrink(x)
+            return lora.add(low, self.method.apply(x))
         if gate is not None and not self.method.fuses(x.shape[0]).gate_before:
             x, gate = self._ops.gated(gate)(x), None
         return self.method.apply(x, gate_before=gate)

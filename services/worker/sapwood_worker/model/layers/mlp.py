@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from sapwood_kernels.ops.contracts import Gate
 from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
 from sapwood_worker.model.layers.norm import AnyNorm
+from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 
 class GatedMLP(Layer):
@@ -61,17 +63,20 @@ class GatedMLP(Layer):
         return result
 
 
+PlainActivation = Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+
+
 @dataclass(frozen=True, slots=True)
 class PlainConfig:
     """An MLP without a gate.
 
     Attributes:
-        activation: Between its projections; ``relu2`` is the square of ReLU.
+        activation: Between its projections; ``relu2`` is the square of ReLU, ``xielu`` :class:`XIELU`.
         up: The checkpoint's name of the first projection.
         down: The checkpoint's name of the second one.
     """
 
-    activation: Literal["gelu_tanh", "relu2"]
+    activation: PlainActivation
     up: str = "up_proj"
     down: str = "down_proj"
 
@@ -98,7 +103,8 @@ class PlainMLP(Layer):
         self.up = ColumnLinear(hidden_size, {config.up: inner}, bias, context)
         self.down = RowLinear(inner, config.down, hidden_size, bias, context)
         self.ranks = self.down.ranks
-        self._activation = _ACTIVATIONS[config.activation]
+        named = config.activation
+        self._activation = XIELU(context.inside("act_fn")) if named == "xielu" else _ACTIVATIONS[named]
 
     def forward(self, hidden: Tensor, norm: AnyNorm | None, residual: Tensor | None = None) -> Tensor:
         """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
@@ -106,11 +112,42 @@ class PlainMLP(Layer):
         return result
 
 
+class XIELU(Layer):
+    """The activation of Apertus, with two learned strengths. Source: Huang and Schlag, "Deriving Activation Functions Using
+    Integration", 2024.
+
+    Args:
+        context: Where and how it is built.
+    """
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        self._stored = torch.empty(2, dtype=torch.float32, device=context.device)
+        self._constants = torch.empty(2, dtype=torch.float32, device=context.device)
+        self._prefix = context.prefix
+
+    def slots(self) -> WeightSlots:
+        strengths = {f"{self._prefix}.alpha_{name}": self._stored[i : i + 1] for i, name in enumerate("pn")}
+        constants = {f"{self._prefix}.{name}": self._constants[i] for i, name in enumerate(("beta", "eps"))}
+        return {name: WeightSlot(each) for name, each in {**strengths, **constants}.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, N] -> [T, N]."""
+        beta, eps = self._constants
+        up, down = F.softplus(self._stored)
+        wide = x.float()
+        below = (torch.expm1(torch.minimum(wide, eps)) - wide) * (beta + down)
+        curve: Tensor = torch.where(wide > 0, up * wide * wide, below) + beta * wide
+        return curve.to(x.dtype)
+
+
 def _relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
     "relu2": _relu2,
 }

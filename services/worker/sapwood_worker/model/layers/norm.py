@@ -85,17 +85,19 @@ class LayerNorm(Layer):
         width: Numbers that are normed together.
         eps: Added to the variance.
         bias: Whether a bias is added.
+        weight: Whether it has weights; else they are 1.
         context: Where and how it is built.
     """
 
-    def __init__(self, width: int, eps: float, context: LayerContext, *, bias: bool) -> None:
+    def __init__(self, width: int, eps: float, context: LayerContext, *, bias: bool, weight: bool = True) -> None:
         super().__init__()
         stored = torch.zeros(2, width, dtype=torch.float32, device=context.device)
+        stored[0] = 1.0
         self._stored = nn.Parameter(stored, requires_grad=False)
-        self._eps, self._has_bias, self._prefix = eps, bias, context.prefix
+        self._eps, self._has_bias, self._has_weight, self._prefix = eps, bias, weight, context.prefix
 
     def slots(self) -> WeightSlots:
-        slots = {f"{self._prefix}.weight": WeightSlot(self._stored[0], norm=True)}
+        slots = {f"{self._prefix}.weight": WeightSlot(self._stored[0], norm=True)} if self._has_weight else {}
         if self._has_bias:
             slots[f"{self._prefix}.bias"] = WeightSlot(self._stored[1])
         return slots
@@ -148,6 +150,29 @@ class UnitNorm(QKNorm):
 
     def slots(self) -> WeightSlots:
         return {}
+
+
+class RotatedNorm(UnitNorm):
+    """Norms of heads after their rotation, with weights (Hunyuan).
+
+    The mean square of a head is the same before the rotation, so heads are normed without weights before it. In a product of
+    query and key both weights are factors of each pair of numbers: the query gets both, and keys are cached without theirs.
+    """
+
+    def __init__(self, head_dim: int, eps: float, context: LayerContext) -> None:
+        super().__init__(head_dim, eps, context)
+        self._weights = nn.Parameter(torch.empty(2, head_dim, device=context.device), requires_grad=False)
+
+    @property
+    def factor(self) -> Tensor:
+        """float32 [head_dim]: of each query after its rotation. Not kept: weights may change while the model serves."""
+        return self._weights[0] * self._weights[1]
+
+    def slots(self) -> WeightSlots:
+        return {
+            f"{self._prefix}.query_layernorm.weight": WeightSlot(self._weights[0], norm=True),
+            f"{self._prefix}.key_layernorm.weight": WeightSlot(self._weights[1], norm=True),
+        }
 
 
 class WidthNorm(Layer):

@@ -162,6 +162,28 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """How queries grow with their position p: by a factor of ``1 + factor * ln(1 + floor((p + first) / floor))``.
+
+    Attributes:
+        floor: Tokens after which it begins, and of each step of it.
+        factor: How much.
+        first: The number of the first position.
+
+    Source: the attention of Llama 4 (``first`` is 1) and Ministral 3 (0), as transformers computes it.
+    """
+
+    floor: float
+    factor: float
+    first: float = 1.0
+
+    def of(self, positions: Tensor) -> Tensor:
+        """Integers [T] -> float32 [T, 1, 1]."""
+        steps = torch.floor((positions.float() + self.first) / self.floor)
+        return (torch.log1p(steps) * self.factor + 1.0)[:, None, None]
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
@@ -171,6 +193,9 @@ class RopeConfig:
         divisors: One for each pair of elements, dividing its frequency; GGUF files state llama3 scaling that way.
         rotated: How many numbers of a head, the first ones, are turned; None: all.
         interleaved: Whether neighbouring numbers are rotated together, not numbers that lie half the rotated width apart.
+        growth: How queries grow with their position; None: they do not.
+        sections: How many pairs are turned by a token's position on each of three axes; empty: there is one axis.
+        mixed: Whether pairs of the three axes alternate, as far as they go, instead of being blocks.
     """
 
     theta: float
@@ -178,10 +203,24 @@ class RopeConfig:
     divisors: tuple[float, ...] | None = None
     rotated: int | None = None
     interleaved: bool = False
+    growth: QueryGrowth | None = None
+    sections: tuple[int, ...] = ()
+    mixed: bool = False
 
     def pairs(self, head_dim: int) -> RotaryPairs:
         """Which numbers of a head are turned together."""
         return RotaryPairs(head_dim, self.rotated or head_dim, self.interleaved)
+
+
+def axis_of_pairs(sections: tuple[int, ...], *, mixed: bool) -> Tensor:
+    """int64 [pairs]: by which axis' position each pair is turned. Arguments as in :class:`RopeConfig`."""
+    if not mixed:
+        return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
+    axes = torch.zeros(sum(sections), dtype=torch.int64)
+    for axis, pairs in enumerate(sections):
+        if axis:
+            axes[axis : pairs * len(sections) : len(sections)] = axis
+    return axes
 
 
 class Angles(NamedTuple):
@@ -196,26 +235,6 @@ class Angles(NamedTuple):
     cos: Tensor
     sin: Tensor
     growth: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class QueryGrowth:
-    """How queries grow with their position p: by a factor of ``1 + factor * ln(1 + floor((p + 1) / floor))``.
-
-    Attributes:
-        floor: Tokens after which it begins, and of each step of it.
-        factor: How much.
-
-    Source: Llama 4's attention, as transformers computes it.
-    """
-
-    floor: float
-    factor: float
-
-    def of(self, positions: Tensor) -> Tensor:
-        """Integers [T] -> float32 [T, 1, 1]."""
-        steps = torch.floor((positions.float() + 1.0) / self.floor)
-        return (torch.log1p(steps) * self.factor + 1.0)[:, None, None]
 
 
 def inverse_frequencies(size: int, rope: RopeConfig, positions: int) -> Tensor:
@@ -251,21 +270,28 @@ class RotaryEmbedding(Layer):
         super().__init__()
         self._pairs = rope.pairs(head_dim)
         self._magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude
+        self._growth = rope.growth
         self._dtype, self._ops = context.dtype, context.ops
         self._frequencies = inverse_frequencies(self._pairs.rotated, rope, max_position).to(context.device)
+        self._axes = axis_of_pairs(rope.sections, mixed=rope.mixed).to(context.device) if rope.sections else None
         every = torch.arange(max_position, device=context.device)
         self._table = self._computed(every) if context.ops.captures else None
 
     def _computed(self, positions: Tensor) -> Tensor:
-        angles = torch.outer(positions.float(), self._frequencies)
+        if positions.dim() == 1:
+            angles = torch.outer(positions.float(), self._frequencies)
+        else:
+            assert self._axes is not None, "positions on three axes, and no pairs for them"
+            angles = positions.index_select(0, self._axes).T.float() * self._frequencies
         return torch.cat((angles.cos() * self._magnitude, angles.sin() * self._magnitude), dim=-1).to(self._dtype)
 
     def forward(self, positions: Tensor) -> Angles:
-        """Integers [T] -> the angles of each."""
-        if self._table is not None:
-            return Angles(*self._ops.angles(self._table, positions, self._pairs))
+        """Integers [T], or [3, T] on three axes -> the angles of each."""
+        growth = None if self._growth is None else self._growth.of(positions)
+        if self._table is not None and positions.dim() == 1:
+            return Angles(*self._ops.angles(self._table, positions, self._pairs), growth)
         cos, sin = self._computed(positions)[:, None].chunk(2, dim=-1)
-        return Angles(*self._pairs.spread(cos, sin))
+        return Angles(*self._pairs.spread(cos, sin), growth)
 
 
 class NoRotation(Layer):

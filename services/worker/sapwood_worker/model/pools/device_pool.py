@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sapwood_kernels import reference
 from sapwood_kernels.kv_destination import KVDestination
+from sapwood_worker.model.pools.state_pool import StatePool
 from sapwood_worker.records.kv_layout import KVLayout
 
 IntArray = npt.NDArray[np.int64]
@@ -61,8 +62,10 @@ class DevicePool:
             scratch page: no request owns it, padding rows write it, and it is read where a row of the page table names no page.
         device: Where the pool lies.
         scales: The factors of a float8 pool; None: numbers are stored as they are.
+        states: The attribute.
 
     Attributes:
+        states: The states of layers that keep one; None: no layer does.
         layout, device: The arguments.
         num_pages: Pages of each layer of the first group.
         counts: Pages of each layer, for each group.
@@ -75,14 +78,20 @@ class DevicePool:
     """
 
     def __init__(
-        self, layout: KVLayout, num_pages: int | Sequence[int], device: torch.device, scales: KVScales | None = None
+        self,
+        layout: KVLayout,
+        num_pages: int | Sequence[int],
+        device: torch.device,
+        scales: KVScales | None = None,
+        states: StatePool | None = None,
     ) -> None:
+        self.states = states
         self.layout = layout
         self.counts = (num_pages,) * len(layout.groups) if isinstance(num_pages, int) else tuple(num_pages)
         self.num_pages = self.counts[0]
         self.page_size = layout.page_size
         self.device = device
-        ones = (1.0,) * (layout.layers[-1] + 1)
+        ones = (1.0,) * (max(layout.layers, default=-1) + 1)
         self.scales = KVScales(ones, ones) if scales is None else scales
         self.pages: dict[int, Tensor] = {}
         self.kept = {layer: layout.of(layer) for layer in layout.layers}
@@ -100,14 +109,15 @@ class DevicePool:
             vectors = pages.view(-1, kept.dim)
             self._vectors[layer] = vectors, vectors[pages[0, :-1].numel() // kept.dim :]
             self.pages[layer] = pages
-        self.dtype = self.pages[layout.layers[0]].dtype
+        self.dtype = _DTYPES[layout.paged[0].dtype]
         self._arrivals: dict[int, torch.cuda.Event] = {}
         self._coming_to: Callable[[int], object] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages."""
-        return sum(pages.nbytes for pages in self.pages.values())
+        """Bytes of all pages and states."""
+        own = 0 if self.states is None else self.states.num_bytes
+        return own + sum(pages.nbytes for pages in self.pages.values())
 
     def layers_in_records(self) -> list[tuple[int, int, int]]:
         """For each layer the address of its pages, the bytes of one, and where these go in the content of a page's record.

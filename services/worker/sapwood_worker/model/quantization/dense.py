@@ -28,6 +28,8 @@ class DenseMethod(TableMethod):
         few_dtype: The result's dtype for a row or few where the device has a product for them; None: ``dtype``.
     """
 
+    renewal = "copy"
+
     def __init__(
         self,
         shape: LinearShape,
@@ -57,6 +59,9 @@ class DenseMethod(TableMethod):
         self._few = self._ops.few_rows(self.weight, self.bias)
         self._product = self._ops.packed(self.weight, self.bias)
         self._fuses = Fuses(residual=self._product is None and self.bias is None)
+
+    def forget_copies(self) -> None:
+        self._product = self._one_row = self._few = None
 
     def fuses(self, rows: int) -> Fuses:
         if rows == 1 and self._one_row is not None:

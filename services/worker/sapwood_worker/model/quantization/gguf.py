@@ -37,6 +37,8 @@ class GgufMethod(TableMethod):
         dtype: The dtype of activations and bias.
     """
 
+    renewal = "refuse"  # its slots are the file itself
+
     def __init__(self, shape: LinearShape, blocks: list[Tensor], product: StoredProduct, dtype: torch.dtype) -> None:
         self._shape = shape
         self._blocks = blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,8 +79,20 @@ class Fuses:
     residual: bool = False
 
 
+Renewal = Literal["copy", "rebuild", "refuse"]
+"""How weights change while a model serves. ``copy``: new ones are copied into the slots, at unchanged addresses, and ``finish``
+is called again. ``rebuild``: a new method is filled and takes the place of the old one, because slots do not outlive ``finish``.
+``refuse``: they cannot."""
+
+
 class LinearMethod(ABC):
-    """The weights of one linear layer, [N, K], and the product with them."""
+    """The weights of one linear layer, [N, K], and the product with them.
+
+    Attributes:
+        renewal: How the weights change while the model serves.
+    """
+
+    renewal: Renewal = "rebuild"
 
     @abstractmethod
     def slots(self) -> WeightSlots:
@@ -89,6 +101,9 @@ class LinearMethod(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Readies the weights for use; called once when the slots are filled."""
+
+    def forget_copies(self) -> None:  # noqa: B027 - most have none
+        """Lets go of copies of the weights that :meth:`finish` has made; only where :attr:`renewal` is ``copy``."""
 
     def grouped(self) -> GroupedWeight | None:
         """The contents of its slots, for a grouped product of many layers: called instead of :meth:`finish`.

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.checkpoint.hf_config import read_hf_quantization
-from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files
+from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files, open_weights
 from sapwood_worker.model.quantizer.quantize import CheckpointWriter
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -55,7 +54,7 @@ def make_drafter(source: Path, target: Path, *, layers: int | None, noise: float
     writer, generator = CheckpointWriter(target), torch.Generator().manual_seed(seed)
     try:
         for path in checkpoint_files(source):
-            with safe_open(path, framework="pt") as file:
+            with open_weights(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     layer = _LAYER.search(name)
                     if layer is None or int(layer[1]) < kept:

@@ -74,7 +74,7 @@ class LayerRun:
         self._model = loaded.model
         self._dtype, self._device = dtype, device
         self._pieces = [torch.tensor(piece, device=device) for piece in pieces]
-        self._hidden = [loaded.model.embed(piece) for piece in self._pieces]
+        self._hidden = [loaded.model.begin(each, torch.arange(len(each), device=device)) for each in self._pieces]
         names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
         self._layout = loaded.family.kv_layout(loaded.config, names[dtype], 16)
 

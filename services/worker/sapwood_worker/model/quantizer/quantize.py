@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.models.progress import Progress
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.checkpoint.hf_config import read_hf_quantization
-from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files
+from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files, open_weights
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.sparse.experts import Experts
 from sapwood_worker.model.layers.sparse.sparse_mlp import Router
@@ -255,7 +254,7 @@ def _copy_others(source: Path, loaded: LoadedModel, writer: CheckpointWriter, wi
     """Copies the tensors that are not quantised, as they are stored."""
     rounded = {f"{name}.weight" for name in _projections(loaded) if name not in wide}
     for path in checkpoint_files(source):
-        with safe_open(path, framework="pt") as file:
+        with open_weights(path) as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 if name not in rounded:
                     writer.add(name, file.get_tensor(name))
@@ -269,7 +268,7 @@ def _projections(loaded: LoadedModel) -> list[str]:
 def _check_names(source: Path, loaded: LoadedModel) -> None:
     names: set[str] = set()
     for path in checkpoint_files(source):
-        with safe_open(path, framework="pt") as file:
+        with open_weights(path) as file:
             names |= set(file.keys())
     other = sorted(name for name in _projections(loaded) if f"{name}.weight" not in names)
     if other:
@@ -280,6 +279,6 @@ def _check_names(source: Path, loaded: LoadedModel) -> None:
 
 def _scales_dtype(source: Path) -> torch.dtype:
     """The dtype of the weights if it has 16 bits, else float32."""
-    with safe_open(checkpoint_files(source)[0], framework="pt") as file:
+    with open_weights(checkpoint_files(source)[0]) as file:
         found = {file.get_tensor(name).dtype for name in list(file.keys())[:1]}
     return next((dtype for dtype in _HALVES if dtype in found), torch.float32)

@@ -19,6 +19,7 @@ from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.head import Head, ShiftedSteps
+from sapwood_worker.model.lora.store import LoraStore
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.kv_layout import KVLayout
@@ -70,12 +71,12 @@ class AttentionBuilder:
         self._config = config
         self._ops = ops
         generates = config.labels is None  # a graph ends with the choice of a token
-        self._captures = ops.captures and dtype != torch.float32 and options.cuda_graphs and generates
-        kept = {(each.heads, each.dim) for each in layout.components}
-        if len(kept) > 1 or "state" in layout.groups:  # kernels are planned for one shape
-            raise ConfigError(
-                f"{config.architecture}: attention takes no layers that keep states, or heads of several shapes"
-            )
+        # States are changed in place by kernels that no graph captures yet.
+        alike = generates and not layout.states
+        self._captures = ops.captures and dtype != torch.float32 and options.cuda_graphs and alike
+        kept = {(each.heads, each.dim) for each in layout.paged}
+        if len(kept) > 1:  # kernels are planned for one shape
+            raise ConfigError(f"{config.architecture}: attention takes no heads of several shapes")
         heads = options.parallel.attending.shard("num_attention_heads", config.num_heads).size
         shape = AttentionShape(heads, *kept.pop(), options.page_size, dtype)
         kinds = tuple(dict.fromkeys(config.kinds))
@@ -105,6 +106,7 @@ class AttentionBuilder:
         whole_ladder: bool,
         shifted: ShiftedSteps | None = None,
         capture: bool = True,
+        loras: LoraStore | None = None,
     ) -> tuple[PagedAttention, DecodeGraphs | None]:
         """The attention backend, and the graphs of decode steps where there are any.
 
@@ -116,6 +118,7 @@ class AttentionBuilder:
             whole_ladder: Whether the smaller graphs are made too.
             shifted: Shifts the steps of a draft head; None: it is a whole model.
             capture: Whether to capture graphs; else each of their steps is computed once.
+            loras: The model's adapters; None: it has none.
         """
         kinds: list[dict[Variant, None]] = [{} for _ in pool.counts]
         for index in pool.layout.layers:
@@ -138,7 +141,7 @@ class AttentionBuilder:
         # Ranks that compute a step together replay graphs of one size.
         makes = make, backend.shared_graphs() if self._alone else None
         graphs = DecodeGraphs(
-            self._model, backend, *makes, pool, sizes, last_tokens, drawing, self._ops, shifted, capture=capture
+            self._model, backend, *makes, pool, sizes, last_tokens, drawing, self._ops, shifted, loras, capture=capture
         )
         return backend, graphs
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from sapwood_kernels.ops.factory import cache_folder, device_ops
 from sapwood_kernels.sampling.cpu_sampling import SETTINGS
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.checkpoint.generation_config import read_sampling_defaults
-from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
+from sapwood_worker.model.checkpoint.sentence_config import SentenceConfig, read_sentence_config
 from sapwood_worker.model.compiled_kernels import begin_kernels
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
@@ -27,7 +28,9 @@ from sapwood_worker.model.heads.eagle import load_eagle
 from sapwood_worker.model.heads.head import Head, ShiftedSteps
 from sapwood_worker.model.heads.mtp import load_mtp
 from sapwood_worker.model.layers.aux_hidden_states import AuxiliaryHiddenStates
-from sapwood_worker.model.loader import load_model
+from sapwood_worker.model.live_weights import LiveWeights
+from sapwood_worker.model.loader import LoadedModel, load_model
+from sapwood_worker.model.lora.store import LoraStore
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import memory_limit
 from sapwood_worker.model.pools.torch_transfer import make_transfer
@@ -48,11 +51,16 @@ from sapwood_worker.model.runner.memory import (
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.overlap_trial import overlap_sums, try_micro_batches
+from sapwood_worker.model.runner.pictures import PictureEncoder
+from sapwood_worker.model.runner.pooling import Pooler
 from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
 from sapwood_worker.model.sizes import DeviceFacts, Given, ModelFacts, Sizes, choose_sizes
-from sapwood_worker.records.kv_layout import KVLayout, WindowGroup
+from sapwood_worker.model.vision.loading import UnservedVisionError, load_vision, vision_family
+from sapwood_worker.model.vision.tower import Vision
+from sapwood_worker.records.kv_layout import KVLayout, StateSlots, WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.pictures import PictureInfo
 
 
 def chosen_sizes(
@@ -74,6 +82,7 @@ def chosen_sizes(
         facts = DeviceFacts("cpu", memory_limit())
     model = ModelFacts(
         token_bytes=layout.page_bytes / options.page_size,
+        state_bytes=layout.state_bytes,
         hidden_size=config.hidden_size,
         intermediate_size=-(-config.intermediate_size // parallel.tp.size),
         context_length=config.max_position,
@@ -93,10 +102,13 @@ def chosen_sizes(
 
 
 if TYPE_CHECKING:
+    from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs
     from sapwood_worker.model.runner.graphs.piecewise_graphs import PiecewiseGraphs
 
 logger = logging.getLogger(__name__)
 _TRIED_TOKENS = 512
+_TRIED_ADAPTERS = (24, 257, 2049)
+"""Tokens of trial prompts with an adapter. A GPU has kernels of their own for few, for more than 256 and for more than 2048."""
 
 
 def build_runner(options: RunnerOptions) -> ModelRunner:
@@ -175,8 +187,10 @@ class _Builder:
             quantization=options.quantization,
             parallel=options.parallel,
             stored_weights=options.stored_weights,
+            adapted=options.lora_slots > 0,
         )
         self._head: Head | None = None
+        self._picture_info: PictureInfo | None = None
         self._parallel = options.parallel
         self._tp = options.parallel.tp
         if options.parallel.rows is not None:
@@ -186,7 +200,10 @@ class _Builder:
         self._model = loaded.model
         self._eos_token_ids = loaded.eos_token_ids
         self._headless = loaded.headless
+        self._family = loaded.family
         self._quantization = loaded.quantization
+        self._loras = None if not options.lora_slots else self._build_loras(loaded)
+        self._pictures = self._build_pictures()
         self._weights = self._dtype_name if loaded.quantization == "none" else loaded.quantization
         self._weights += ", output head int8" * loaded.rounds_head
         logger.info("linear layers: %s", self._weights)
@@ -214,6 +231,45 @@ class _Builder:
         overlap_sums(self._parallel, self._model, self._ops, self._dtype, most, captured=self._captured)
         if compiling is not None and self._attention.waits:
             compiling.wait(logger.info)
+
+    def _build_pictures(self) -> PictureEncoder | None:
+        """The vision part, before the memory that is left is measured; None: the model has none that is served."""
+        options = self._options
+        family = vision_family(options.model_path) if options.pictures else None
+        if family is None:
+            return None
+        if self._parallel.pp.size > 1 or self._parallel.rows is not None:
+            logger.warning("pictures are refused: pipelines and data-parallel attention take none")
+            return None
+        dummy = options.seed if options.load_format == "dummy" else None
+        try:
+            vision = load_vision(options.model_path, family, self._dtype, self._device, dummy)
+        except UnservedVisionError as error:
+            logger.warning("pictures are refused: %s", error)
+            return None
+        if type(vision).positions is not Vision.positions and not all(
+            rope is not None and rope.sections for rope in self._config.ropes
+        ):
+            logger.warning("pictures are refused: mrope_section is missing in config.json or does not fit a head")
+            return None
+        if vision.whole and self._device.type != "cpu":
+            logger.warning("pictures are refused: attention among all tokens of a picture runs on a CPU only")
+            return None
+        self._picture_info = PictureInfo(family.name, vision.tokens, vision.whole, options.most_picture_bytes)
+        return PictureEncoder(vision, self._ops, options.picture_cache_bytes, options.picture_host_bytes)
+
+    def _build_loras(self, loaded: LoadedModel) -> LoraStore:
+        """The slots for adapters, before the memory that is left is measured."""
+        options = self._options
+        try:
+            return LoraStore(
+                loaded.model, loaded.family, self._ops, self._dtype, slots=options.lora_slots, rank=options.lora_rank,
+                parallel=options.parallel,
+            )  # fmt: skip
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"--lora-slots {options.lora_slots},rank={options.lora_rank}: there is no memory for so many: give less"
+            ) from None
 
     @property
     def max_running(self) -> int:
@@ -243,7 +299,7 @@ class _Builder:
             self._ahead.compile(self._rehearse, self._tp)
         self._tp.exchange("", str)  # the kernels that one rank compiles for its host are ready
         counts = self._pools.page_counts(num_pages or options.num_pages, beside, self._try_largest_step)
-        pool = self._pools.build(counts)
+        pool = self._pools.build(counts.pages, counts.snapshots)
         # Pages that no layer keeps anything in are many.
         windows = pool.counts[1:] if not self._whole.group_bytes(0) else ()
         num_pages = max(windows, default=pool.num_pages) - SCRATCH_PAGES
@@ -253,17 +309,21 @@ class _Builder:
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self._model.aux_hidden_states = AuxiliaryHiddenStates(head.taken, head.mix, head.store)
         backend, graphs = self._attention.backend(
-            pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=True
+            pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=True, loras=self._loras
         )
         # Some libraries compile kernels at their first use, for minutes: they are compiled here, before requests come.
         if self._ops.asynchronous:
             compute_trial([1, 2], self._model, pool, backend, self._ops)
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
+            self._try_adapters(pool, backend, graphs)
         length = min(config.max_position, (pool.num_pages - SCRATCH_PAGES) * pool.page_size)
         if self._tp.size == self._parallel.pp.size == 1:  # a layer alone is no step that ranks could take together
             self._plan_prompts(min(config.max_position, self._sizes.max_step_tokens), pool, backend)
+        sentences = read_sentence_config(options.model_path, "last", length)
+        pooler = Pooler(sentences.dense, config.hidden_size, self._device, whole=False)
         runner = (DraftingRunner if drafts else ModelRunner)(
-            info=self._info(config, pool, length),
+            info=self._info(config, pool, length, sentences),
+            pooler=pooler,
             ops=self._ops,
             model=self._model,
             pool=pool,
@@ -279,7 +339,19 @@ class _Builder:
             cuts=self._micro_batches(pool, backend),
             parallel=self._parallel,
             recorded=record_steps(options, self._model, self._ops, self._dtype),
+            loras=self._loras,
+            pictures=self._pictures,
         )
+        if not drafts:
+            runner.weights = LiveWeights(
+                self._model,
+                self._family,
+                self._parallel,
+                threads=options.threads or torch.get_num_threads(),
+                captures=self._ops.captures,
+                device=self._device,
+                exchanged=lambda: None if runner.recorded is None else runner.recorded.forget(),
+            )
         if self._ops.asynchronous and config.labels is None and self._parallel.rows is None:
             if self._parallel.pp.size == 1:
                 try_checks(runner)
@@ -330,12 +402,38 @@ class _Builder:
         )
         return runner
 
+    @torch.inference_mode()
+    def _try_adapters(self, pool: DevicePool, backend: PagedAttention, graphs: DecodeGraphs | None) -> None:
+        """Computes prompts with an adapter for every linear layer, and captures decodes, so that kernels are compiled.
+
+        Args:
+            pool: Whose pages are written.
+            backend: The model's attention.
+            graphs: What captures; None: a decode is computed as if it were captured.
+        """
+        if (loras := self._loras) is None:
+            return
+        loras.touch(None)
+        for count in _TRIED_ADAPTERS:
+            if count <= min(
+                self._sizes.max_step_tokens, self._config.max_position, (min(pool.counts) - 1) * pool.page_size
+            ):
+                with loras.computing(np.zeros(count, np.int64)):
+                    compute_trial([count], self._model, pool, backend, self._ops)
+        if graphs is not None:
+            graphs.capture_adapted()
+        else:
+            with loras.capturing(loras.graph_rows(_TRIED_ADAPTERS[0])):
+                compute_trial([_TRIED_ADAPTERS[0]], self._model, pool, backend, self._ops)
+        loras.touch(frozenset())
+        loras.batch.applied = 0
+
     def _sampler(self, drawing: Tensor | None) -> TokenSampler:
         running = self._sizes.max_running
         return TokenSampler(running, self._config.vocab_size, self._eos_token_ids, self._ops, drawing)
 
-    def _info(self, config: ModelConfig, pool: DevicePool, length: int) -> ModelInfo:
-        sentences = read_sentence_config(self._options.model_path, "last", length)
+    def _info(self, config: ModelConfig, pool: DevicePool, length: int, sentences: SentenceConfig) -> ModelInfo:
+        size = sentences.dense[-1].outputs if sentences.dense else config.hidden_size
         return ModelInfo(
             architecture=config.architecture,
             dtype=self._dtype_name,
@@ -344,7 +442,7 @@ class _Builder:
             eos_token_ids=self._eos_token_ids,
             page_size=pool.page_size,
             num_pages=pool.num_pages - SCRATCH_PAGES,
-            embedding_size=config.hidden_size if config.labels is None else 0,
+            embedding_size=size if config.labels is None else 0,
             pooling=sentences.pooling if config.labels is None else "labels",
             normalizes=sentences.normalizes and config.labels is None,
             labels=config.labels,
@@ -365,6 +463,7 @@ class _Builder:
                 for group, count in enumerate(pool.counts)
                 if group
             ),
+            states=None if pool.states is None else StateSlots(pool.states.snapshots, self._layout.state_bytes),
             tensor_parallel=self._tp.size,
             attention_ranks=1 if self._parallel.rows is None else self._tp.size,
             pipeline_parallel=self._parallel.pp.size,
@@ -375,6 +474,9 @@ class _Builder:
             max_running=self._sizes.max_running,
             max_step_tokens=self._sizes.max_step_tokens,
             sizes_reason="; ".join(self._sizes.reasons),
+            pictures=self._picture_info,
+            lora_slots=self._options.lora_slots,
+            max_lora_rank=self._options.lora_rank if self._options.lora_slots else 0,
         )
 
     def _sampling_defaults(self) -> dict[str, float]:
@@ -419,6 +521,7 @@ class _Builder:
         for lengths in ([1, 2], prompts):
             compute_trial(lengths, self._model, pool, backend, self._ops)
         compute_shared_trial(self._config.max_position, self._model, pool, backend, self._ops)
+        self._try_adapters(pool, backend, None)
 
     @torch.inference_mode()
     def _try_largest_step(self) -> int:

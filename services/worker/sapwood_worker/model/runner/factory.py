@@ -22,19 +22,20 @@ from sapwood_worker.model.distributed.data_parallel import DataParallelRows
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
-from sapwood_worker.model.families.bert import is_bert
+from sapwood_worker.model.families.encoders.registry import encoder_family
 from sapwood_worker.model.gpu import check_gpu, read_gpu
 from sapwood_worker.model.loader import read_config
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.model.runner.state_refusals import refuse_for_states
 from sapwood_worker.records.ranks import ALONE, Place
 
 logger = logging.getLogger(__name__)
 
 _NO_CACHE = "with a model that makes embeddings only or classifies, and caches nothing"
-_GRAPHS = ("cuda_graphs", "expert_tuning")
+_GRAPHS = ("cuda_graphs", "kernels.tuning")
 ON_CPU = (Needs(("memory_fraction", "overlap", "kernels.wait", *_GRAPHS), lambda config: False, "on a CPU"),)
 OF_ENCODERS = (
     Needs(
@@ -43,7 +44,16 @@ OF_ENCODERS = (
             *("quantization", "stored_weights", "sampling_defaults", "kv_cache_dtype", "kv_cache_gb", "num_pages"),
             *("page_size", "memory_fraction", "overlap", "conservativeness", "prefix_cache", "kv_events_port"),
             *("kv_events_replay_port", "kv_events", "host_cache", "storage", "storage_prefetch", "structured_output"),
-            *("attention_backend", "shared_prefix_attention", "kernels.wait", "speculate", "role", *_GRAPHS),
+            *(
+                "attention_backend",
+                "shared_prefix_attention",
+                "kernels.wait",
+                "speculate",
+                "role",
+                *_GRAPHS,
+                "lora_slots",
+                "pictures",
+            ),
         ),
         lambda config: False,
         _NO_CACHE,
@@ -78,14 +88,16 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     if not first:  # the first comes when the model is on this machine
         parallel = _meet(config, place, device)
     path = resolve_model(config.model, config.revision, weights=config.load_format != "dummy", progress=logged(logger))
-    encodes = is_bert(path)
+    encodes = encoder_family(path) is not None
     if encodes:
         refuse_idle(config, OF_ENCODERS)
     elif path.is_dir() and classifies(path):
         refuse_idle(config, OF_CLASSIFIERS)
     if device == "cpu":
         refuse_idle(config, ON_CPU)
-    else:
+    if not encodes:
+        refuse_for_states(config, read_config(path)[1])
+    if device != "cpu":
         _ready_gpu(config, device)
     if first:
         if place.size > 1 and not encodes:
@@ -135,9 +147,10 @@ def _check_split(config: WorkerConfig, path: Path) -> None:
         placed.spare_slots(experts)
     group.size = 1 if config.data_parallel_attention else config.tensor_parallel
     heads = Parallel(tp=group)
-    heads.shard("num_attention_heads", model.num_heads)
-    if model.latent is None:
-        heads.shard("num_key_value_heads", model.num_kv_heads, copies=True)
+    if any(map(model.attends, range(model.num_layers))):
+        heads.shard("num_attention_heads", model.num_heads)
+        if model.latent is None:
+            heads.shard("num_key_value_heads", model.num_kv_heads, copies=True)
     if config.pipeline_parallel.stages > model.num_layers:
         raise ConfigError(
             f"--pipeline-parallel {config.pipeline_parallel.stages}: num_hidden_layers is {model.num_layers}, fewer than stages"
@@ -182,7 +195,7 @@ def _runner_options(config: WorkerConfig, place: Place, path: Path, device: str,
         context_length=config.context_length,
         max_running=config.max_running,
         cuda_graphs=config.cuda_graphs.on,
-        expert_tuning=config.expert_tuning,
+        expert_tuning=config.kernels.tuning,
         cuda_graph_max_batch=config.cuda_graphs.max_batch,
         attention_backend=config.attention_backend,
         shared_prefix_attention=config.shared_prefix_attention == "auto",
@@ -193,6 +206,12 @@ def _runner_options(config: WorkerConfig, place: Place, path: Path, device: str,
         host_cache_ratio=config.tier_ratio if config.prefix_cache.on else 0.0,
         share_host_cache=config.shares_host_cache,
         micro_batches=config.pipeline_parallel.micro_batches,
+        lora_slots=config.lora_slots.slots,
+        lora_rank=config.lora_slots.rank,
+        pictures=config.pictures.on,
+        picture_cache_bytes=int(config.pictures.cache_mb * 2**20),
+        picture_host_bytes=0 if device == "cpu" else int(config.pictures.host_mb * 2**20),
+        most_picture_bytes=int(config.pictures.max_mb * 2**20),
     )
 
 
@@ -207,8 +226,10 @@ def _resolve_drafter(config: WorkerConfig, model: str) -> Path:
 def _draft_options(config: WorkerConfig, options: RunnerOptions, model: str) -> RunnerOptions:
     """What a draft model is made of."""
     path = _resolve_drafter(config, model)
-    if is_bert(path) or (path.is_dir() and classifies(path)):
+    if encoder_family(path) is not None or (path.is_dir() and classifies(path)):
         raise ConfigError(f"--speculate draft:{model}: it generates nothing")
+    if read_config(path)[1].state_layers:
+        raise ConfigError(f"--speculate draft:{model}: it has layers that keep states, which cannot go back")
     return RunnerOptions(
         model_path=path,
         load_format=options.load_format,
@@ -221,6 +242,7 @@ def _draft_options(config: WorkerConfig, options: RunnerOptions, model: str) -> 
         cuda_graph_max_batch=options.cuda_graph_max_batch,
         kernels_wait=options.kernels_wait,
         threads=options.threads,
+        pictures=False,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBatch, in_tables
+from sapwood_worker.model.pools.state_pool import StatePool
 from sapwood_worker.records.step import Step
 
 
@@ -43,7 +45,13 @@ _ALIGNED = 2
 
 
 def build_forward_batch(
-    step: Step, page_size: int, ops: DeviceOps, last_tokens: Tensor | None = None, tables: int = 1
+    step: Step,
+    page_size: int,
+    ops: DeviceOps,
+    last_tokens: Tensor | None = None,
+    tables: int = 1,
+    states: StatePool | None = None,
+    scratch: Sequence[int] = (),
 ) -> ForwardBatch:
     """The step's input; O(tokens), no Python loop over parts, tokens' positions or pages.
 
@@ -53,6 +61,8 @@ def build_forward_batch(
         ops: The operations of the device that tensors go to.
         last_tokens: int64 [rows of the page table] on the device: each row's latest token, used if the host does not know it.
         tables: Page tables that the step's pages are of.
+        states: The states; None: no layer keeps one.
+        scratch: A slot of each table for keys and values that are not to be kept; only needed if the step has such tokens.
     """
     count, total = len(step.rows), len(step.token_ids)
     starts = np.zeros(count + 1, np.int64)
@@ -63,6 +73,9 @@ def build_forward_batch(
     lines[1, :total] = positions = np.arange(total) + (step.starts - starts[:-1])[owner]
     pages = step.pages.reshape(count, tables, -1).swapaxes(0, 1)
     lines[2:, :total] = pages[:, owner, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    if len(step.again):  # their keys and values are there already
+        kept = np.arange(total) - starts[:-1][owner] < step.again[owner]
+        lines[2:, :total][:, kept] = np.array(scratch, np.int64)[:, None]
     unknown = np.flatnonzero(step.token_ids < 0)
     # One copy: each takes the host 15 us, and before a prompt's first layer the device waits for it.
     moved = ops.to_device(np.concatenate((lines.ravel(), unknown, step.rows[owner[unknown]])))
@@ -75,4 +88,7 @@ def build_forward_batch(
         AttentionBatch(query_starts=starts, seq_lens=step.starts + step.counts, page_table=table, cache_slots=slots)
         for table, slots in zip(pages, on_device[2:], strict=True)
     ]
-    return ForwardBatch(on_device, in_tables(batches))
+    batch = in_tables(batches)
+    if states is not None:
+        batch = replace(batch, states=states.plan(step.rows, step.counts, step.saves, ops))
+    return ForwardBatch(on_device, batch)

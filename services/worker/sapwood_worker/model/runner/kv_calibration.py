@@ -20,6 +20,7 @@ from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import KVScales
+from sapwood_worker.model.pools.state_pool import StatePlan, StatePool, StateRun
 from sapwood_worker.records.kv_layout import KVLayout
 
 _TOKENS = 256
@@ -44,6 +45,7 @@ class TrialPlan:
 
     Attributes:
         largest: For each layer that has attended, float32 [2]: its largest key and value.
+        states: States that begin with zeros; None: no layer keeps one.
     """
 
     absorbed = None
@@ -52,7 +54,11 @@ class TrialPlan:
         self.largest: dict[int, Tensor] = {}
         self._stored: dict[int, KVDestination] = {}
         slots = torch.arange(count, device=device)
-        for each in layout.components:
+        self.states: StatePlan | None = None
+        for each in layout.states:
+            run = StateRun(torch.zeros(1, dtype=torch.int64, device=device), slice(0, count), None)
+            self.states = StatePlan(StatePool(each.layers, 1, 0, each.heads * each.dim, device), [run])
+        for each in layout.paged:
             keys, *values = torch.zeros((each.parts, 1, count, each.heads, each.dim), dtype=dtype, device=device)
             self._stored.update(dict.fromkeys(each.layers, KVDestination(keys, values[0] if values else keys, slots)))
 
@@ -121,7 +127,8 @@ def calibrate(
     tokens = torch.randint(config.vocab_size, (count,), generator=generator).to(device)
     plan = TrialPlan(layout, count, dtype, device)
     model(tokens, torch.arange(count, device=device), plan)
-    largest = dict(zip(model.own, torch.stack([plan.largest[i] for i in model.own]).tolist(), strict=True))
+    attending = [i for i in model.own if config.attends(i)]
+    largest = {i: plan.largest[i].tolist() for i in attending}
     pairs = [largest.get(i, (0.0, 0.0)) for i in range(config.num_layers)]
     return KVScales(
         tuple(scale_for(key) for key, _ in pairs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from sapwood_worker.model.pools.host_pool import (
     pool_bytes,
 )
 from sapwood_worker.model.pools.pool_over_hosts import DistantPages, PoolOverHosts, join_hosts
+from sapwood_worker.model.pools.state_pool import StatePool
 from sapwood_worker.model.runner.forward_batch import ForwardBatch, build_forward_batch
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.model.sizes import Sizes
@@ -80,6 +82,19 @@ SCRATCH_PAGES = 1
 """Additional pages of a pool that the scheduler does not know: padding rows write there."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """How much a pool holds.
+
+    Attributes:
+        pages: Pages of each group of the layout.
+        snapshots: Slots for snapshots of states.
+    """
+
+    pages: tuple[int, ...]
+    snapshots: int
+
+
 class PoolBuilder:
     """Makes the pools of one model.
 
@@ -108,8 +123,12 @@ class PoolBuilder:
         self._scales = scales
         self._parallel = parallel
 
-    def build(self, counts: Sequence[int]) -> DevicePool:
-        """A pool with this many pages in each group of the layout, besides the scratch pages.
+    def build(self, counts: Sequence[int], snapshots: int = 0) -> DevicePool:
+        """A pool with this many pages in each group of the layout, besides the scratch pages, and slots for states.
+
+        Args:
+            counts: The pages.
+            snapshots: Slots for snapshots of states, besides one for each request that may run.
 
         Raises:
             ConfigError: The pages are too few, or there is no memory for them.
@@ -120,7 +139,8 @@ class PoolBuilder:
                 f"the KV cache holds {counts[0]} pages of {self._options.page_size} tokens, fewer than the "
                 f"{running} requests that may run: give it more memory or lower --max-running"
             )
-        return build_device_pool(self._layout, [count + SCRATCH_PAGES for count in counts], self._device, self._scales)
+        every = [count + SCRATCH_PAGES for count in counts]
+        return build_device_pool(self._layout, every, self._device, self._scales, (running, snapshots))
 
     def trial(self, longest: int) -> tuple[list[int], DevicePool]:
         """The lengths of prompts, each at most ``longest``, that fill a step with the most tokens, and a pool that holds them."""
@@ -131,8 +151,8 @@ class PoolBuilder:
         needed = sum(-(-length // self._options.page_size) for length in prompts)
         return prompts, self.build([max(needed, running)] * len(self._layout.groups))
 
-    def page_counts(self, num_pages: int | None, beside: int, try_step: Callable[[], int]) -> tuple[int, ...]:
-        """The pages of each group of the layout, for good.
+    def page_counts(self, num_pages: int | None, beside: int, try_step: Callable[[], int]) -> PoolCounts:
+        """The pages of each group of the layout and the snapshots of states, for good.
 
         Args:
             num_pages: Pages of the first group; None: as many as the memory holds.
@@ -146,41 +166,51 @@ class PoolBuilder:
         if num_pages is None and memory is None:
             memory = measure_pool_bytes(self._device, self._options.memory_fraction, try_step)
         own_bytes = self._layout.page_bytes
-        share = own_bytes / (own_bytes + beside)
+        share = own_bytes / max(1, own_bytes + beside)
+        snapshots, memory = plan_snapshots(self._layout, num_pages, memory or 0, sizes.max_running)
         own = plan_pages(
             self._layout,
             num_pages,
-            int((memory or 0) * share),
+            int(memory * share),
             sizes.max_running,
             sizes.max_step_tokens,
             alone=not beside,
         )
-        return tuple(map(min, zip(*self._parallel.exchange(own, tuple[int, ...]), strict=True)))
+        found = self._parallel.exchange((*own, snapshots), tuple[int, ...])
+        *pages, snapshots = map(min, zip(*found, strict=True))
+        return PoolCounts(tuple(pages), snapshots)
 
 
 _GIB = 1 << 30
 
 
 def build_device_pool(
-    layout: KVLayout, counts: Sequence[int], device: torch.device, scales: KVScales | None
+    layout: KVLayout,
+    counts: Sequence[int],
+    device: torch.device,
+    scales: KVScales | None,
+    states: tuple[int, int] = (0, 0),
 ) -> DevicePool:
-    """The pages.
+    """The pages, and the states if layers keep some.
 
     Args:
         layout: What a page holds.
         counts: Pages of each group of the layout, the scratch page included.
         device: Where they lie.
         scales: The factors of a float8 pool.
+        states: Slots for states: of requests, and of snapshots.
 
     Raises:
         ConfigError: The device does not have that much memory free. A CPU would have it until the pages are written, and its
             kernel would then end some process.
     """
     wanted = sum(count * layout.group_bytes(group) for group, count in enumerate(counts))
+    wanted += sum(states) * layout.state_bytes
     if device.type == "cpu" and wanted > (free := available_memory() or wanted):
         raise _too_large(wanted, f"the {free / _GIB:.1f} GiB of memory that are free")
     try:
-        return DevicePool(layout, counts, device, scales)
+        kept = [StatePool(each.layers, *states, each.heads * each.dim, device) for each in layout.states]
+        return DevicePool(layout, counts, device, scales, kept[0] if kept else None)
     except torch.OutOfMemoryError:
         raise _too_large(wanted, f"what is free of {device}") from None
 
@@ -191,7 +221,45 @@ def _too_large(wanted: int, room: str) -> ConfigError:
     )
 
 
+# How many snapshots of states there is room for.
+
+
+_SNAPSHOTS = 8
+"""The most snapshots for each request that may run."""
+
+
+def plan_snapshots(layout: KVLayout, num_pages: int | None, memory: int, max_running: int) -> tuple[int, int]:
+    """The number of snapshots of states, and the bytes that they and the requests' own states leave for pages.
+
+    Snapshots get at most as much memory as pages get, and no more slots than are likely to be found again.
+
+    Args:
+        layout: The layout.
+        num_pages: Pages of the first group; None: as many as the memory holds.
+        memory: Bytes for pages and states, unless ``num_pages`` is given.
+        max_running: Most requests that run at once.
+
+    Raises:
+        ConfigError: The states of running requests alone need more memory.
+    """
+    each, most = layout.state_bytes, _SNAPSHOTS * max_running
+    if not each:
+        return 0, memory
+    if num_pages is not None:
+        return min(most, max(max_running, num_pages * layout.page_bytes // each)), memory
+    left = memory - max_running * each
+    if left <= 0:
+        raise ConfigError(
+            f"the states of {max_running} requests take {max_running * each / _GIB:.1f} GiB of {memory / _GIB:.1f} for the KV "
+            "cache: give it more memory or lower --max-running"
+        )
+    snapshots = min(most, left // 2 // each)
+    return snapshots, left - snapshots * each
+
+
 # How the KV cache's memory is divided between layers that keep all tokens and layers that keep a window of them.
+_TOKENS = 1 << 20
+"""Tokens that pages stand for where no layer keeps anything in them."""
 _LONG = 16
 """If memory is too small for the windows of all requests, it is divided as for requests with this many times a window's pages."""
 
@@ -224,6 +292,8 @@ def plan_pages(
     """
     groups = range(1, len(layout.groups))
     bytes_of = [layout.group_bytes(group) for group in (0, *groups)]
+    if num_pages is None and not any(bytes_of) and layout.states:  # pages only say which tokens there were
+        num_pages = _TOKENS // layout.page_size
     computed = 2 * -(-max_step_tokens // layout.page_size)
     wanted = [max_running * WindowGroup(layout.reach(group), 0).least(layout.page_size) + computed for group in groups]
     if num_pages is None and not bytes_of[0]:  # all layers have windows, perhaps those of a pipeline's stage only
@@ -395,7 +465,7 @@ def _batch(prompts: Sequence[int], pool: DevicePool, ops: DeviceOps, common: int
     starts = zeros + common * pool.page_size
     step = Step(0, slots, starts=starts, counts=counts, samples=zeros + 1, token_ids=tokens)
     step.pages = np.tile(table, (1, len(pool.counts)))
-    return build_forward_batch(step, pool.page_size, ops, tables=len(pool.counts))
+    return build_forward_batch(step, pool.page_size, ops, tables=len(pool.counts), states=pool.states)
 
 
 def compute_shared_trial(
@@ -420,7 +490,7 @@ def plan_prompts(
     launches of a layer.
     """
     windows, least = model.config.windows, backend.plans_from
-    whole = [place for place, index in enumerate(model.own) if windows[index] is None]
+    whole = [place for place, index in enumerate(model.own) if windows[index] is None and model.config.attends(index)]
     if least is None or not whole:
         return []
     planned = [min(length, most) for length in lengths(least, most)]

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sapwood_common.errors import UnimplementedError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model import released_memory
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.pipeline import MicroBatches
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.head import Head, ShiftedSteps
+from sapwood_worker.model.live_weights import LiveWeights
+from sapwood_worker.model.lora.store import LoraStore
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.peer_pages import CudaMemory, OwnPool
 from sapwood_worker.model.pools.torch_transfer import Transfer, marked
 from sapwood_worker.model.runner.forward_batch import build_forward_batch
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows, DraftedTokens, decode_rows
-from sapwood_worker.model.runner.pooling import pool_chunk
+from sapwood_worker.model.runner.pictures import PictureEncoder
+from sapwood_worker.model.runner.pooling import Pooler
 from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import Distribution, Logprobs, SampledTokens, TokenSampler, join
 from sapwood_worker.records.expert_load import ExpertMove
+from sapwood_worker.records.lora import Lora, LoraFacts
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, TokenLogprobs
+from sapwood_worker.records.pictures import Picture, PictureUse
 from sapwood_worker.records.step import (
     NOTHING,
     CopyReport,
@@ -42,6 +52,7 @@ from sapwood_worker.records.step import (
     Step,
     settled,
 )
+from sapwood_worker.records.weights import Memory, TrainerGroup, WeightBucket, WeightsFacts
 
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.graphs.cuda_graph import DecodeGraphs, DecodeResult
@@ -59,6 +70,7 @@ class ModelRunner:
         info: Facts about the model and its page pool.
         ops: The device's operations.
         model: The model.
+        pooler: Makes embeddings of its hidden states; None: it is a head.
         pool: Keys and values.
         backend: The model's attention.
         graphs: Graphs of decode steps; None: there are none.
@@ -73,9 +85,12 @@ class ModelRunner:
         shifted: Shifts steps for a head that drafts; None: it is a whole model.
         parallel: The groups of ranks.
         recorded: Runs decodes from recordings; None: nothing is recorded.
+        loras: The adapters; None: it serves none.
+        weights: Changes the model's weights; None: it drafts.
+        pictures: Encodes pictures; None: the model takes none.
 
     Attributes:
-        info, ops, recorded: The arguments.
+        info, ops, recorded, loras, weights, pictures: The arguments.
         deferred: Steps that wait for the last stage; None: this is the last one, or all.
         sums: Returns how often each method has summed tensors over the ranks of a layer; None: there is one rank.
         draft: Runs the draft model, with the same number of pages; None: there is no draft model.
@@ -87,6 +102,7 @@ class ModelRunner:
         info: ModelInfo,
         ops: DeviceOps,
         model: DecoderModel | Head,
+        pooler: Pooler | None = None,
         pool: DevicePool,
         backend: PagedAttention,
         graphs: DecodeGraphs | None,
@@ -101,8 +117,12 @@ class ModelRunner:
         shifted: ShiftedSteps | None = None,
         parallel: Parallel = Parallel(),  # noqa: B008 - it holds nothing
         recorded: RecordedSteps | None = None,
+        loras: LoraStore | None = None,
+        weights: LiveWeights | None = None,
+        pictures: PictureEncoder | None = None,
     ) -> None:
         self.info = info
+        self.weights = weights
         self.draft: ModelRunner | None = None
         self.vocabulary = vocabulary
         self.experts = None if isinstance(model, Head) or not model.sparse else self._ask_experts
@@ -112,7 +132,7 @@ class ModelRunner:
         self.host_pool = host_pool
         self.asynchronous = ops.asynchronous
         self.ops = ops
-        self._model = model
+        self._model, self._pooler = model, pooler
         self._pool = pool
         self._backend = backend
         self._graphs = graphs
@@ -128,11 +148,17 @@ class ModelRunner:
         stages = parallel.pp.size
         self._layers = len(pool.layout.layers) if stages == 1 else -(-model.config.num_layers // stages)
         self._shifted = shifted
-        self.recorded = recorded
+        self.recorded, self.loras, self.pictures = recorded, loras, pictures
+        self.check_pictures: Callable[[Sequence[Picture], array[int]], None] | None = (
+            None if pictures is None else pictures.check
+        )
+        self.picture_use: Callable[[], PictureUse] | None = None if pictures is None else lambda: pictures.use
         self.deferred = None if self._link is None or self._link.last else DeferredSteps(stages - 1 - parallel.pp.rank)
         self._entries: dict[int, Entry] = {}
         # For each row of the page table: the position after which its request wants only sampled tokens.
         self._plain_from = np.zeros(len(last_tokens), np.int64)
+        # And the slot of its adapter.
+        self._lora_slots = np.full(len(last_tokens), -1)
 
     def execute(self, step: Step) -> ModelOutput:
         return self.launch(step).result()
@@ -159,8 +185,7 @@ class ModelRunner:
         if step.copies is not None:
             assert self._transfer is not None, "there is no second tier to copy to"
             self._transfer.start(step.copies)
-        for entry in step.entries:
-            self._enter(entry)
+        self._begin_rows(step)
         self._sampler.publish()
         if self._own_rows is not None and len(step.rank_tokens):
             self._own_rows.begin(step.rank_tokens.tolist())
@@ -172,7 +197,9 @@ class ModelRunner:
             self.deferred.make_way(step)
         asks = step.starts < self._plain_from[step.rows]
         explained = np.flatnonzero(asks).tolist() if np.count_nonzero(asks) else []
-        if self._graphs is not None and not explained and self._graphed(step):
+        seeing = self.pictures is not None and self.pictures.concern(step)
+        scores = bool(len(step.scored))
+        if self._graphs is not None and not explained and not scores and not seeing and self._graphed(step):
             # A graph waits for the loaded pages of all layers; other steps wait layer by layer.
             loads = step.copies is not None and step.copies.load is not None
             rows = self._rows(self._graphs, step, prompts=not loads)
@@ -182,7 +209,7 @@ class ModelRunner:
         at = Positions.of(step)
         hidden = self._forward(step)
         finish = partial(self._finish, step, at, hidden, explained, self._backend.take_spared())
-        if not explained:
+        if not (explained or scores):
             return self._finished(step, finish)
         if self.deferred is not None:
             self.deferred.finish()  # tensors from the last stage are received in the order of the steps
@@ -229,9 +256,69 @@ class ModelRunner:
             first = end - int(step.counts[i])
             if entry.pooling:
                 pooled[i] = self._pool_chunk(hidden[first:end], entry.pooling)
-            else:
-                prompts[i] = self._prompt_logprobs(hidden[first:end], int(step.starts[i]), entry)
-        return LaunchedStep(step, at, tokens, prompts, self._copied, self.ops, pooled, spared, self._seen(step))
+            elif (skipped := max(0, entry.sampling.prompt_logprobs_start - int(step.starts[i]))) < end - first:
+                start = int(step.starts[i]) + skipped
+                prompts[i] = self._prompt_logprobs(hidden[first + skipped : end], start, entry)
+        seen, scored = self._seen(step), self._score(step, hidden) if len(step.scored) else None
+        return LaunchedStep(step, at, tokens, prompts, self._copied, self.ops, pooled, spared, seen, scored)
+
+    def read_lora(self, lora: Lora) -> LoraFacts:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.read_lora`."""
+        if self.loras is None:
+            raise UnimplementedError("this worker has no slots for adapters: start it with --lora-slots")
+        return self.loras.read(lora)
+
+    def drop_lora(self, number: int) -> None:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.drop_lora`."""
+        if self.loras is not None:
+            self.loras.drop(number)
+
+    def stage_weights(self, bucket: WeightBucket) -> WeightsFacts:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.stage_weights`."""
+        return self._changing().stage(bucket)
+
+    def ready_weights(self, update: int, *, partial: bool) -> WeightsFacts:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.ready_weights`."""
+        return self._changing().ready(update, partial=partial)
+
+    def exchange_weights(self, update: int, *, keep: bool) -> bytes:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.exchange_weights`."""
+        weights = self._changing()
+        weights.exchange(update, keep=keep)
+        return weights.digest
+
+    def drop_weights(self, update: int) -> None:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.drop_weights`."""
+        self._changing().drop(update)
+
+    def join_group(self, group: TrainerGroup) -> None:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.join_group`."""
+        self._changing().groups.join(group)
+
+    def leave_group(self, name: str) -> bool:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.leave_group`."""
+        return self._changing().groups.leave(name)
+
+    def release_memory(self, memory: Sequence[Memory], folder: str) -> int:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.release_memory`."""
+        if self.asynchronous:
+            raise UnimplementedError("a GPU's memory is not given back: stop the worker instead")
+        size = 0
+        if "weights" in memory:
+            size += self._changing().release(Path(folder))
+        if "kv_cache" in memory:
+            size += released_memory.release(released_memory.storages(self._pool.pages.values()))
+        return size
+
+    def restore_memory(self, memory: Sequence[Memory], folder: str) -> None:
+        """As :meth:`sapwood_worker.core.loaded_runner.LoadedRunner.restore_memory`; pages are there when they are written."""
+        if "weights" in memory:
+            self._changing().restore(Path(folder))
+
+    def _changing(self) -> LiveWeights:
+        if self.weights is None:
+            raise UnimplementedError("this model's weights cannot be changed while it serves")
+        return self.weights
 
     def exchanged_bytes(self, tokens: int) -> int:
         """Bytes of rows and of expert sums that ranks with whole experts have sent each other since the start.
@@ -264,6 +351,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
+        self._begin_rows(step)
         return self._model.logits(self._forward(step)).float()
 
     def _ask_experts(self) -> Callable[[], list[list[int]]]:
@@ -283,10 +371,24 @@ class ModelRunner:
 
         return wait
 
+    def _begin_rows(self, step: Step) -> None:
+        """Takes note of the requests that get a row with a step, and puts their adapters into slots."""
+        if step.lora_loads:
+            assert self.loras is not None, "there are no slots"
+            self.loras.load(step.lora_loads)
+        for entry in step.entries:
+            self._enter(entry)
+        if self._pool.states is not None and step.entries:
+            rows, snapshots = np.array([(each.row, each.snapshot) for each in step.entries], np.int64).T
+            self._pool.states.begin(rows, snapshots, self.ops)
+
     def _enter(self, entry: Entry) -> None:
         self._sampler.enter(entry)
         self._entries[entry.row] = entry
         scored = entry.prompt_length - 1 if entry.prompt_logprobs is not None else 0
+        self._lora_slots[entry.row] = entry.lora_slot
+        if self.pictures is not None:
+            self.pictures.enter(entry.row, entry.pictured)
         self._plain_from[entry.row] = np.iinfo(np.int64).max if entry.pooling else scored
 
     def _move_experts(self, moves: Sequence[ExpertMove]) -> None:
@@ -336,14 +438,27 @@ class ModelRunner:
 
     def _compute(self, step: Step, *, idle: bool = False) -> Tensor:
         shown = step if self._shifted is None else self._shifted.shift(step)
-        batch = build_forward_batch(shown, self._pool.page_size, self.ops, self._last_tokens, len(self._pool.counts))
+        size, tables, scratch = self._pool.page_size, len(self._pool.counts), self._pool.scratch_slots()
+        batch = build_forward_batch(shown, size, self.ops, self._last_tokens, tables, self._pool.states, scratch)
         of_ranks = step.rank_tokens.tolist()
-        if self._pieces is not None and max((len(batch.token_ids), *of_ranks)) <= self._pieces.largest:
+        slots = np.repeat(self._lora_slots[step.rows], step.counts)
+        adapted = self.loras is not None and bool((slots >= 0).any())
+        seeing = self.pictures is not None and self.pictures.concern(step)
+        plain = not adapted and not seeing
+        if self._pieces is not None and plain and max((len(batch.token_ids), *of_ranks)) <= self._pieces.largest:
             return self._pieces.run(batch, of_ranks, idle=idle)
-        plan = self._backend.plan(batch.attention)
-        if self.recorded is not None and (found := self.recorded.run(batch, plan)) is not None:
+        attention = batch.attention
+        if seeing and self.pictures is not None:
+            attention = self.pictures.reaching(step, attention)
+        plan = self._backend.plan(attention)
+        if self.recorded is not None and plain and (found := self.recorded.run(batch, plan)) is not None:
             return found
-        hidden: Tensor = self._model(batch.token_ids, batch.positions, plan)
+        with self.loras.computing(slots) if self.loras is not None and adapted else nullcontext():
+            if seeing and self.pictures is not None:
+                positions, seen = self.pictures.of(step, batch.positions)
+                hidden: Tensor = self._model(batch.token_ids, positions, plan, seen)
+            else:
+                hidden = self._model(batch.token_ids, batch.positions, plan)
         if self._shifted is not None:
             self._shifted.leave(hidden, self.ops.to_device(self._shifted.left(step)))
         return hidden
@@ -352,7 +467,9 @@ class ModelRunner:
         """Replays a step's layers; returns a function that computes the rest."""
         self._pool.await_all()
         late = step.late.rows_of(step.token_ids) if isinstance(step.late, DraftedTokens) else None
-        find = graphs.begin(rows, step.rank_tokens.tolist(), late=late)
+        slots = self._lora_slots[rows.slots]
+        adapters = slots if self.loras is not None and (slots >= 0).any() else None
+        find = graphs.begin(rows, step.rank_tokens.tolist(), late=late, adapters=adapters)
         at = Positions.of(step)  # the device computes meanwhile
         return partial(self._finish_replay, step, at, rows, find, self._backend.take_spared())
 
@@ -387,8 +504,8 @@ class ModelRunner:
     def _pool_chunk(self, hidden: Tensor, pooling: Pooling) -> Tensor:
         if pooling == "labels":
             return self._model.logits(hidden[-1:])[0].float()
-        assert not isinstance(self._model, Head)
-        return pool_chunk(self._model.normed(hidden), pooling)
+        assert not isinstance(self._model, Head) and self._pooler is not None
+        return self._pooler.pool(self._model.normed(hidden), pooling)
 
     def _prompt_logprobs(self, hidden: Tensor, start: int, entry: Entry) -> Logprobs:
         """Log probabilities of prompt tokens, at least one: those that follow the tokens from ``start`` on, whose states are
@@ -404,6 +521,21 @@ class ModelRunner:
             logits = self._model.logits(hidden[start : start + len(chosen)]).float()
             parts.append(Distribution(logits, entry.prompt_logprobs).of(chosen))
         return join(parts)
+
+    def _score(self, step: Step, hidden: Tensor) -> Tensor:
+        """float32 [K]: the log probabilities of ``step.scored``. Each place's logits are computed once."""
+        parts, places, tokens = step.scored.T
+        rows, which = np.unique((np.cumsum(step.counts) - step.counts)[parts] + places, return_inverse=True)
+        found: list[Tensor] = []
+        order = np.argsort(which, kind="stable")
+        for start in range(0, len(rows), _LOGPROB_ROWS):
+            chosen = self.ops.to_device(rows[start : start + _LOGPROB_ROWS])
+            logits = self._model.logits(hidden.index_select(0, chosen)).float()
+            mine = order[(which[order] >= start) & (which[order] < start + len(chosen))]
+            at, ids = self.ops.to_device(np.stack((which[mine] - start, tokens[mine])))
+            found.append(logits[at, ids] - logits.logsumexp(-1)[at])
+        back = self.ops.to_device(np.argsort(order, kind="stable"))
+        return torch.cat(found).index_select(0, back)
 
 
 # Steps whose layers a stage of a pipeline has launched, but not yet what follows the last stage.
@@ -475,6 +607,7 @@ class LaunchedStep:
         ops: The operations of the results' device.
         spared_tokens: As :class:`ModelOutput` has them.
         seen: int64 [1]: the same field of :class:`ModelOutput`; None: 0.
+        scored: float32 [K]: the same; None: there are none.
     """
 
     def __init__(
@@ -488,7 +621,9 @@ class LaunchedStep:
         pooled: Mapping[int, Tensor] | None = None,
         spared_tokens: int = 0,
         seen: Tensor | None = None,
+        scored: Tensor | None = None,
     ) -> None:
+        self._has_scores = scored is not None
         self._spared_tokens = spared_tokens
         self._has_seen = seen is not None
         self._step = step.number
@@ -507,6 +642,8 @@ class LaunchedStep:
         tensors += (pooled or {}).values()
         if seen is not None:
             tensors.append(seen)
+        if scored is not None:
+            tensors.append(scored)
         self._copies = ops.to_host(tensors)
 
     def check(self) -> None:
@@ -536,8 +673,10 @@ class LaunchedStep:
         pooled = {index: next(tensors).numpy() for index in self._pooled}
         failures = {} if self._tokens is None else dict(self._tokens.failures)
         seen = int(next(tensors)) if self._has_seen else 0
+        scored = next(tensors).tolist() if self._has_scores else []
+        copied = self._copied()
         return ModelOutput(
-            self._step, token_ids, self._copied(), logprobs, prompts, pooled, failures, self._spared_tokens, seen
+            self._step, token_ids, copied, logprobs, prompts, pooled, failures, self._spared_tokens, seen, (), scored
         )
 
 

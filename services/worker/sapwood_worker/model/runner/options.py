@@ -61,6 +61,12 @@ class RunnerOptions:
             that it pays.
         headed: Whether a head drafts from the model's hidden states. Only rank 0 drafts, but all ranks then compute the same
             steps in the same way.
+        lora_slots: How many adapters the device holds at once; 0: it serves none.
+        lora_rank: The largest rank of an adapter.
+        pictures: Whether a vision part that the model has is loaded.
+        picture_cache_bytes: Bytes of pictures' encodings that are kept for later.
+        picture_host_bytes: And how many in the host's memory, of those that gave way; a CPU's are all there.
+        most_picture_bytes: The most bytes of pixels of a request.
     """
 
     model_path: Path
@@ -96,3 +102,9 @@ class RunnerOptions:
     meeting_host: str = ""
     micro_batches: LanesName = "auto"
     headed: bool = False
+    lora_slots: int = 0
+    lora_rank: int = 64
+    pictures: bool = True
+    picture_cache_bytes: int = 512 << 20
+    picture_host_bytes: int = 0
+    most_picture_bytes: int = 48 << 20

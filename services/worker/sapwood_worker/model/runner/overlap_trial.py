@@ -32,6 +32,8 @@ from sapwood_worker.model.distributed.overlap import (
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import TorchGroup
 from sapwood_worker.model.families.decoder import DecoderLayer
+from sapwood_worker.model.layers.attention import Attention
+from sapwood_worker.model.layers.latent_attention import LatentAttention
 from sapwood_worker.model.layers.linear import RowLinear
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
@@ -185,9 +187,10 @@ class _AfterAttention:
 
 
 def _after_attention(module: nn.Module) -> _AfterAttention | None:
-    if not isinstance(module, DecoderLayer):
+    attention = getattr(module, "attention", None)
+    if not isinstance(module, DecoderLayer) or not isinstance(attention, Attention | LatentAttention):
         return None
-    output, mlp = module.attention.output, module.mlp
+    output, mlp = attention.output, module.mlp
     if output.ranks is None or output.ranks.following is None:
         return None
     if not isinstance(mlp, GatedMLP | SparseMLP) or _kind(mlp) is None:

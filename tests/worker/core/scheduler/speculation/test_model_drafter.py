@@ -158,8 +158,8 @@ def test_a_draft_model_that_fails_leaves_the_model_going_on_alone(caplog: pytest
 class Stranger(CountingRunner):
     """Says something else than the model."""
 
-    def _compute(self, step: Step) -> Any:
-        answer = super()._compute(step)
+    def _compute(self, step: Step, seeds: dict[int, int]) -> Any:
+        answer = super()._compute(step, seeds)
         answer.token_ids = [[(each + 1) % VOCAB for each in part] for part in answer.token_ids]
         return answer
 

@@ -59,8 +59,8 @@ def test_keys_of_short_and_long_contexts_are_not_exchanged(tiny_model, make_runn
 
 def test_every_architecture_is_in_the_table_of_models():
     page = (Path(__file__).resolve().parents[5] / "docs" / "models.md").read_text("utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| `") and "For" in line]
-    named = {name for row in rows for name in re.findall(r"`(\w+For\w+)`", row)}
+    rows = [line for line in page.splitlines() if line.startswith("| `") and re.search("For|LMHead", line)]
+    named = {name for row in rows for name in re.findall(r"`(\w+(?:For|TextModel|LMHeadModel)\w*)`", row)}
     assert named == {name for family in registry.families() for name in family.architectures}
     stored = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[3])}
     assert stored == {family.gguf_name or family.name for family in registry.families() if family.from_gguf is not None}
@@ -82,6 +82,25 @@ def test_every_architecture_is_in_the_table_of_models():
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm is not supported"),
         ("nemotron", {"hidden_act": "silu"}, r"hidden_act: activation 'silu' is not supported \(relu2 is\)"),
         ("starcoder2", {"hidden_act": "gelu"}, "hidden_act: activation 'gelu' is not supported"),
+        ("falcon-7b", {"alibi": True}, "alibi is not supported"),
+        (
+            "falcon-7b",
+            {"num_kv_heads": -1, "multi_query": False},
+            "num_kv_heads is -1; it can be a whole number from 1",
+        ),
+        ("gpt2", {"n_head": 0}, "n_head is 0; it can be a whole number from 1"),
+        ("gpt2", {"n_inner": "wide"}, "n_inner is 'wide'; it can be a whole number from 1"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"n_embd": 48}, r"has shape \[288\], .* 144 rows"),
+        (
+            "gpt-neo",
+            {"attention_layers": ["global"]},
+            "attention_layers has to say global or local for each of 4 layers",
+        ),
+        ("gpt-neox", {"hidden_act": "mish"}, "hidden_act: activation 'mish' is not supported"),
+        ("opt", {"word_embed_proj_dim": 48}, "word_embed_proj_dim other than hidden_size"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act: activation 'silu' is not supported"),
         ("granite", {"num_hidden_layers": 5}, r"tensors of layer 4 are missing, the last of num_hidden_layers"),
     ],
 )

@@ -52,7 +52,6 @@ def changed(path, folder, **settings):
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        ("olmoe", {"clip_qkv": 8.0}),
         ("ernie4-5-moe", {"use_bias": True}),
         ("minimax-m2", {"scoring_func": "softmax"}),
         ("minimax-m2", {"qk_norm_type": "per_head"}),

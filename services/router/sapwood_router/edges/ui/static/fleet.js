@@ -1,6 +1,7 @@
 // The workers, live: rows that change in place.
 
 import { byId, el, setText } from "./dom.js";
+import { History } from "./history.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const REMEMBERED = 60; // looks, one a second
@@ -51,18 +52,21 @@ class WorkerRow {
     this.prefill = el("span", { className: "hint" });
     this.used = el("span");
     this.fill = el("span", { className: "fill" });
+    this.room = el("span", { className: "hint" });
     this.rate = el("span");
     this.spark = new Sparkline();
     this.cells[0].append(el("span", { className: "address" }, address), this.model);
     this.cells[1].append(this.state, this.problem);
     this.cells[4].append(this.waiting, this.prefill);
-    this.cells[5].append(this.used, el("span", { className: "meter", "aria-hidden": "true" }, this.fill));
+    this.cells[5].append(this.used, el("span", { className: "meter", "aria-hidden": "true" }, this.fill), this.room);
     this.cells[7].append(this.rate, this.spark.element);
   }
 
   update(worker) {
     this.element.className = worker.state;
-    setText(this.model, worker.model || "model not known yet");
+    const role = worker.role === "both" ? "" : `, ${worker.role} only`;
+    const facts = [`context of ${worker.context_length.toLocaleString()} tokens${role}`, worker.weights && worker.weights !== "default" ? `weights ${worker.weights}` : ""];
+    setText(this.model, [worker.model || "model not known yet", ...(worker.context_length ? facts : [])].filter(Boolean).join(", "));
     setText(this.state, worker.state);
     this.state.className = `state ${worker.state}`;
     setText(this.problem, worker.problem);
@@ -72,6 +76,8 @@ class WorkerRow {
     setText(this.waiting, String(worker.waiting));
     setText(this.prefill, worker.queued_tokens ? `${worker.queued_tokens.toLocaleString()} tokens to prefill` : "");
     setText(this.used, percent(worker.cache_used));
+    const host = worker.host_used === null ? "" : `, ${percent(worker.host_used)} of the host's`;
+    setText(this.room, worker.cache_tokens ? `of ${worker.cache_tokens.toLocaleString()} tokens${host}` : "");
     this.fill.style.width = `${100 * (worker.cache_used ?? 0)}%`;
     setText(this.cells[6], percent(worker.hit_rate));
     setText(this.rate, rate(worker.tokens_per_second));
@@ -88,13 +94,15 @@ export class Fleet {
     const heads = COLUMNS.map((name) => el("th", { role: "columnheader", scope: "col" }, name));
     this.table = el(
       "table",
-      { role: "table", className: "workers", "aria-label": "Workers" },
+      { role: "table", className: "sheet workers", "aria-label": "Workers" },
       el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...heads)),
       this.body,
     );
+    this.history = new History();
     this.list = el("dl", { className: "tiles" });
     this.problem = el("p", { className: "error", hidden: true });
     this.models = el("ul", { className: "models" });
+    this.loras = el("ul", { className: "models", "aria-label": "Adapters" });
     this.closed = el(
       "div",
       { className: "card" },
@@ -105,9 +113,11 @@ export class Fleet {
   }
 
   /** Shows what the router said. */
-  update({ models, router }) {
-    const shown = router ? [this.problem, this.list, this.table] : [this.closed];
+  update({ models, router, loras }) {
+    const shown = router ? [this.problem, this.list, this.table, this.loras, this.history.element] : [this.closed, this.loras];
     if (!shown[0].isConnected) byId("fleet").replaceChildren(...shown);
+    this.loras.replaceChildren(...loras.map(({ name, model, workers, running }) =>
+      el("li", {}, el("strong", {}, name), ` adapter of ${model}, loaded on ${workers} worker${workers === 1 ? "" : "s"}, ${running} running`)));
     if (!router) {
       this.models.replaceChildren(...models.map(({ id, workers, context_length: most }) =>
         el("li", {}, el("strong", {}, id), ` ${workers} worker${workers === 1 ? "" : "s"}${most ? `, context of ${most.toLocaleString()} tokens` : ""}`)));

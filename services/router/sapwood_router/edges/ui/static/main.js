@@ -1,19 +1,22 @@
 // The page: which view is shown, the key, and the look at the router each second.
 
 import { forgetKey, get, getKey, setKey } from "./api.js";
+import { CacheView } from "./cache.js";
 import { Chat } from "./chat.js";
 import { byId, setText, showError } from "./dom.js";
 import { Fleet } from "./fleet.js";
 import { explainRoutes } from "./route.js";
 import { keepSettings, offerModels } from "./settings.js";
+import { TraceView } from "./trace.js";
 
-const VIEWS = ["chat", "fleet", "route"];
+const VIEWS = ["chat", "fleet", "route", "cache", "trace"];
 const LOOK_MS = 1000; // while the fleet is shown
 const GLANCE_MS = 5000; // else: for the models and the router's health
 
 let locked = false;
 let timer = null;
 let looking = false;
+let loaded = false; // the conversations of the key
 
 const viewNow = () => (VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "chat");
 
@@ -61,11 +64,17 @@ async function look() {
     showHealth(state);
     byId("route-form").hidden = state.router === null;
     byId("route-closed").hidden = state.router !== null;
+    for (const closed of document.querySelectorAll(".closed")) closed.hidden = state.router !== null;
+    if (state.router) await views[viewNow()]?.look();
     byId("fleet").classList.remove("old");
     showError(byId("fleet-error"), null);
     showError(byId("key-error"), null);
     if (unlocked) byId("key").value = "";
     show();
+    if (!loaded || unlocked) {
+      loaded = true;
+      await chat.load();
+    }
     if (unlocked && viewNow() === "chat") byId("text").focus();
   } catch (error) {
     if (error.status === 401) lock(error);
@@ -78,7 +87,7 @@ async function look() {
     }
   }
   looking = false;
-  if (!locked) timer = setTimeout(look, viewNow() === "fleet" ? LOOK_MS : GLANCE_MS);
+  if (!locked) timer = setTimeout(look, viewNow() === "fleet" || viewNow() in views ? LOOK_MS : GLANCE_MS);
 }
 
 byId("key-form").addEventListener("submit", (event) => {
@@ -89,8 +98,8 @@ byId("key-form").addEventListener("submit", (event) => {
     look();
   } else showError(byId("key-error"), { message: "a key has neither spaces nor letters beyond ASCII" });
 });
-byId("forget-key").addEventListener("click", () => {
-  chat.clear(); // whoever comes next need not read it
+byId("forget-key").addEventListener("click", async () => {
+  await chat.forget();
   forgetKey();
   look();
 });
@@ -103,5 +112,6 @@ document.addEventListener("visibilitychange", look);
 keepSettings();
 const chat = new Chat(lock);
 const fleet = new Fleet();
+const views = { fleet: fleet.history, cache: new CacheView(), trace: new TraceView() };
 explainRoutes(chat, lock);
 look();

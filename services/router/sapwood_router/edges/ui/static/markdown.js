@@ -1,12 +1,31 @@
-// A little Markdown: code, headings, lists, quotes, bold, italic. What is no such thing, links and HTML among it, is text.
+// A little Markdown: code, headings, lists, tables, quotes, formulas, bold, italic. What is no such thing, links and HTML among it, is text.
 
 import { button, copy, el } from "./dom.js";
+import { formula } from "./formula.js";
+import { highlight } from "./highlight.js";
 
 const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]*)/;
 const HEADING = /^(#{1,6})\s+(.*)/;
 const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)/;
 const QUOTE = /^\s{0,3}>\s?(.*)/;
-const INLINE = /(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)|\*\*(?=\S)(.+?)\*\*|\*(?=\S)([^*]+?)\*/s;
+const INLINE = new RegExp(
+  [
+    /(?<!`)(`{1,2})(?!`)(?<code>.+?)(?<!`)\1(?!`)/,
+    /\*\*(?=\S)(?<bold>.+?)\*\*/,
+    /\*(?=\S)(?<italic>[^*]+?)\*/,
+    /\$\$(?<shown>[^$]+)\$\$/,
+    /\\\[(?<block>(?:[^\\]|\\(?![[\]])){1,4000}?)\\\]/,
+    /\\\((?<within>(?:[^\\]|\\(?![()])){1,4000}?)\\\)/,
+    /(?<![\w$])\$(?=[^\s$])(?<dollars>[^$\n]*[^\s$\\])\$(?![\w$])/,
+    /(?<![*_\w])_(?=\S)(?<under>[^_\n]+?)(?<=\S)_(?!\w)/,
+  ]
+    .map(({ source }) => source)
+    .join("|"),
+  "s",
+);
+const MATH_OPENS = /^\s*(\$\$|\\\[)/;
+const MATH_ENDS = { $$: "$$", "\\[": "\\]" };
+const RULE = /^\s{0,3}(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
 const LONGEST = 20_000; // of a block that is looked at: beyond it, time would grow with the square
 const DEEPEST = 6;
 
@@ -15,6 +34,7 @@ function blocksOf(text) {
   const blocks = [];
   let lines = [];
   let fence = null;
+  let formulaEnd = null;
   const end = () => {
     if (lines.length) blocks.push(lines.join("\n"));
     lines = [];
@@ -28,7 +48,22 @@ function blocksOf(text) {
       }
       continue;
     }
+    if (formulaEnd !== null) {
+      lines.push(line);
+      if (line.includes(formulaEnd)) {
+        end();
+        formulaEnd = null;
+      }
+      continue;
+    }
     const opened = FENCE.exec(line);
+    const math = opened ? null : MATH_OPENS.exec(line);
+    if (math && !line.slice(math[0].length).includes(MATH_ENDS[math[1]])) {
+      end();
+      formulaEnd = MATH_ENDS[math[1]];
+      lines.push(line);
+      continue;
+    }
     if (opened || HEADING.test(line) || !line.trim()) end();
     if (opened) fence = opened[1];
     if (line.trim()) lines.push(line);
@@ -42,14 +77,30 @@ function inline(text) {
   const parts = [];
   let rest = text;
   for (let found = INLINE.exec(rest); found !== null; found = INLINE.exec(rest)) {
-    const [all, , code, bold, italic] = found;
+    const { code, bold, italic, under, shown, block, within, dollars } = found.groups;
     parts.push(rest.slice(0, found.index));
     if (code !== undefined) parts.push(el("code", {}, code));
     else if (bold !== undefined) parts.push(el("strong", {}, ...inline(bold)));
-    else parts.push(el("em", {}, italic));
-    rest = rest.slice(found.index + all.length);
+    else if ((italic ?? under) !== undefined) parts.push(el("em", {}, italic ?? under));
+    else parts.push(formula((shown ?? block ?? within ?? dollars).trim(), (shown ?? block) !== undefined) ?? found[0]);
+    rest = rest.slice(found.index + found[0].length);
   }
   return [...parts, rest];
+}
+
+const cellsOf = (line) => {
+  const cells = line.trim().replaceAll("\\|", "\u0000").split("|").map((cell) => cell.replaceAll("\u0000", "|").trim());
+  return cells.slice(cells[0] === "" ? 1 : 0, cells.length > 1 && cells.at(-1) === "" ? -1 : undefined);
+};
+const isDivider = (line) => line.includes("-") && line.includes("|") && cellsOf(line).every((cell) => /^:?-+:?$/.test(cell));
+
+/** A table of lines, the second its divider, which says how columns are aligned. */
+function tableOf([head, divider, ...lines]) {
+  const sides = cellsOf(divider).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "end") : ""));
+  const row = (line, name) =>
+    el("tr", {}, ...sides.map((side, index) => el(name, { className: side }, ...inline(cellsOf(line)[index] ?? ""))));
+  const table = el("table", {}, el("thead", {}, row(head, "th")), el("tbody", {}, ...lines.map((line) => row(line, "td"))));
+  return el("div", { className: "wide", tabIndex: 0, role: "group", "aria-label": "Table" }, table);
 }
 
 /** A list of `{indent, number, text}`; deeper ones are lists within. */
@@ -72,7 +123,7 @@ function codeOf(block, language) {
   const text = lines.join("\n");
   const copying = button("Copy", (event) => copy(text, event.currentTarget), { className: "quiet" });
   const head = el("div", { className: "code-head" }, el("span", {}, language || "code"), copying);
-  return el("div", { className: "code-block" }, head, el("pre", { tabIndex: 0 }, el("code", {}, text)));
+  return el("div", { className: "code-block" }, head, el("pre", { tabIndex: 0 }, el("code", {}, ...highlight(text, language))));
 }
 
 function render(block) {
@@ -81,6 +132,11 @@ function render(block) {
   if (fence) return [codeOf(block, fence[2])];
   const heading = HEADING.exec(block);
   if (heading) return [el("p", { className: "heading", role: "heading", "aria-level": heading[1].length + 2 }, ...inline(heading[2]))];
+  const math = MATH_OPENS.exec(block);
+  if (math && block.trimEnd().endsWith(MATH_ENDS[math[1]])) {
+    const drawn = formula(block.trim().slice(2, -2).trim(), true);
+    if (drawn) return [el("div", { className: "formula" }, drawn)];
+  }
   const made = [];
   let kind = null;
   let held = [];
@@ -89,7 +145,24 @@ function render(block) {
     else if (held.length) made.push(el(kind === "quote" ? "blockquote" : "p", {}, ...inline(held.join("\n"))));
     held = [];
   };
-  for (const line of block.split("\n")) {
+  const lines = block.split("\n");
+  for (let at = 0; at < lines.length; at++) {
+    const line = lines[at];
+    if (line.includes("|") && at + 1 < lines.length && isDivider(lines[at + 1])) {
+      end();
+      kind = null;
+      let last = at + 2;
+      while (last < lines.length && lines[last].includes("|")) last++;
+      made.push(tableOf(lines.slice(at, last)));
+      at = last - 1;
+      continue;
+    }
+    if (RULE.test(line)) {
+      end();
+      kind = null;
+      made.push(el("hr"));
+      continue;
+    }
     const item = ITEM.exec(line);
     const quote = QUOTE.exec(line);
     if (kind === "item" && !item && /^\s/.test(line)) {

@@ -35,20 +35,46 @@ function rowOf(candidate, found, chosen) {
   );
 }
 
+/** What each worker's cost is made of: the amounts, what one costs, and the sum, so that it can be checked. */
+function costsOf(candidates, chosen, most) {
+  const names = candidates[0].parts.map(({ name }) => name);
+  const cell = ({ amount: many, unit, weight }) => {
+    const each = weight === 1 ? "" : ` × ${Number(weight.toPrecision(3))}`;
+    return [el("strong", {}, amount(many * weight)), el("span", { className: "hint" }, `${amount(many)} ${unit}${each}`)];
+  };
+  const labels = ["Worker", ...names.map((name) => name[0].toUpperCase() + name.slice(1)), "Cost, in tokens"];
+  const lines = candidates.map((candidate) => {
+    const bars = candidate.parts.map(({ amount: many, weight }, index) => {
+      const bar = el("span", { className: `part part-${index}` });
+      bar.style.width = `${Math.max(0, (100 * many * weight) / most)}%`;
+      return bar;
+    });
+    const cells = [[candidate.address], ...candidate.parts.map(cell), [el("strong", {}, amount(candidate.cost)), el("span", { className: "parts", "aria-hidden": "true" }, ...bars)]];
+    return el("tr", { role: "row", className: candidate === chosen ? "chosen" : "" }, ...cells.map((inside, index) =>
+      el(index ? "td" : "th", { role: index ? "cell" : "rowheader", "data-label": labels[index] }, ...inside)));
+  });
+  const heads = labels.map((name, index) => el("th", { role: "columnheader", scope: "col" }, name, names[index - 1] ? el("span", { className: `swatch part-${index - 1}` }) : ""));
+  return el("div", { className: "costs" }, el("h2", {}, "What the costs are made of"), el("p", { className: "hint" }, "The least cost wins, unless that worker has far more requests than the others."),
+    el("table", { role: "table", className: "sheet sums", "aria-label": "Costs" }, el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...heads)), el("tbody", { role: "rowgroup" }, ...lines)));
+}
+
 function resultOf(found) {
   const chosen = found.candidates.find((candidate) => candidate.address === found.chosen);
   const rows = [chosen, ...found.candidates.filter((candidate) => candidate !== chosen)];
   const heads = COLUMNS.map((name) => el("th", { role: "columnheader", scope: "col" }, name || "Why"));
   const shadows = Object.entries(found.shadows).map(([name, choice]) =>
     el("li", {}, `${name} would choose ${choice.address} (${choice.reason.replaceAll("_", " ")})`));
+  const costs = rows.filter((candidate) => candidate.parts.length);
+  const most = Math.max(1, ...costs.map(({ cost }) => cost));
   return [
     el("p", { className: "verdict" }, el("strong", {}, found.chosen), ` by ${found.policy}, for a prompt of ${found.prompt_tokens.toLocaleString()} tokens.`),
     el(
       "table",
-      { role: "table", "aria-label": "Workers and why" },
+      { role: "table", className: "sheet", "aria-label": "Workers and why" },
       el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...heads)),
       el("tbody", { role: "rowgroup" }, ...rows.map((candidate) => rowOf(candidate, found, chosen))),
     ),
+    costs.length ? costsOf(costs, chosen, most) : "",
     shadows.length ? el("ul", { className: "hint" }, ...shadows) : "",
   ];
 }

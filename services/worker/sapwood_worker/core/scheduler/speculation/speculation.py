@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 from sapwood_worker.core.scheduler.batch import StepInFlight
 from sapwood_worker.core.scheduler.request import Request, RequestDrafts, learned
+from sapwood_worker.core.scheduler.results import may_draft
 from sapwood_worker.core.scheduler.speculation.costs import DraftCosts, StepCosts
 from sapwood_worker.core.scheduler.speculation.drafter import Drafter
-from sapwood_worker.core.scheduler.waiting import TenantFairness
 from sapwood_worker.records.step import LateTokens, ModelOutput
 
 # How many drafted tokens a step takes, so that drafting never loses more than a small share of the time.
@@ -370,25 +370,34 @@ class Speculation:
         count = min(self._most_positions - len(decodes), len(offers))
         return count, offers[count - 1][0], MOST_DRAFTED
 
-    def took(self, step: StepInFlight, output: ModelOutput, now: float, fairness: TenantFairness) -> None:
-        """Notes how many tokens of each draft in a step were right, counts them as computed, and notes the step's cost.
+    def settle(self, step: StepInFlight, output: ModelOutput) -> None:
+        """Settles a step whose drafts the host did not know: books the time that drafting took, and cuts off the tokens after
+        one that ends its request. With drafts that the host knows, this is done before the step."""
+        if not step.drafts or self.late is None:
+            return
+        seconds, self.late = self._drafter.settle(), None
+        if self._planner is not None:
+            rows, longest, caught_up = self._late
+            self._planner.filled(rows, longest, seconds, caught_up)
+        for request, tokens in zip(step.decodes, output.token_ids, strict=False):
+            for place, token in enumerate(tokens):
+                if token in request.stops:
+                    del tokens[place + 1 :]
+                    break
+
+    def took(self, step: StepInFlight, output: ModelOutput, now: float) -> None:
+        """Notes how many tokens of each draft in a step were right, and the step's cost; the step must be settled.
 
         Args:
-            step: The step.
+            step: The step; its drafts are none of forced text.
             output: The step's results.
             now: Seconds on the scheduler's clock.
-            fairness: Counts the tokens that came of drafts.
         """
-        if step.drafts and self.late is not None:
-            self._settle(step, output)
         accepted = 0
         for request, draft, tokens in zip(step.decodes, step.drafts, output.token_ids, strict=False):
             if draft:
                 right = len(tokens) - 1
-                request.computed += right
-                request.planned += right
                 accepted += right
-                fairness.charge(request.tenant, right)
                 self._count(request, len(draft), 0 if request.over else right)
         if step.chunks:
             self.waits = False
@@ -403,7 +412,7 @@ class Speculation:
             self._planner.took(rows, positions, accepted, seconds)
 
     def halted(self) -> None:
-        """Nothing is scheduled for a while: the pause does not count as part of the next step's time."""
+        """Nothing is scheduled for a while, or a step has drafts of another kind: that time is none of the next step's."""
         self._ended = None
 
     def _count(self, request: Request, drafted: int, accepted: int) -> None:
@@ -440,19 +449,6 @@ class Speculation:
             drafts = [self._usable(request, draft) for request, draft in zip(decodes, drafts, strict=True)]
         return drafts if any(drafts) else []
 
-    def _settle(self, step: StepInFlight, output: ModelOutput) -> None:
-        """Settles a step whose drafts the host did not know: books the time that drafting took, and cuts off the tokens after
-        one that ends its request. With drafts that the host knows, this is done before the step."""
-        seconds, self.late = self._drafter.settle(), None
-        if self._planner is not None:
-            rows, longest, caught_up = self._late
-            self._planner.filled(rows, longest, seconds, caught_up)
-        for request, tokens in zip(step.decodes, output.token_ids, strict=False):
-            for place, token in enumerate(tokens):
-                if token in request.stops:
-                    del tokens[place + 1 :]
-                    break
-
     @staticmethod
     def _worth(request: Request, draft: Sequence[int]) -> float:
         """How many tokens of a draft are expected to be right."""
@@ -465,7 +461,7 @@ class Speculation:
     def _draft(self, request: Request, most: int, least: float, worthless: float) -> tuple[list[int], float]:
         """The draft of a request, and its rate. Below a rate of ``least`` nothing is drafted; no token is worth less than
         ``worthless``."""
-        if not request.sampling.speculate or request.sampling.logit_processors:  # these see one position at a time
+        if not may_draft(request):
             return [], 0.0
         drafts = request.drafts
         computes = self._drafter.computes

@@ -1,4 +1,4 @@
-"""Gemma 1 and 2."""
+"""Gemma 1 and 2, and VaultGemma."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.decoder import SandwichDecoderLayer
+from sapwood_worker.model.families.decoder import DecoderLayer, SandwichDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.families.values import GgufValues, HfValues
+from sapwood_worker.model.layers.layer import LayerContext
 
 # Of Gemma 2's 27B, whose scale of attention GGUF files do not state.
 _27B_LAYERS = 46
@@ -62,6 +63,19 @@ def _gemma2_gguf(values: GgufValues) -> ModelConfig:
     )
 
 
+class VaultGemmaDecoderLayer(LlamaDecoderLayer):
+    """Gemma 2's without norms after attention and MLP."""
+
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        DecoderLayer.__init__(self, config, index, context)
+        self.first_norm = self.before_attention = self.norm("input_layernorm")
+        self.before_mlp = self.norm("pre_feedforward_layernorm")
+
+    @staticmethod
+    def norm_names() -> tuple[str, ...]:
+        return ("input_layernorm", "pre_feedforward_layernorm")
+
+
 def _kinds(layers: int) -> list[str]:
     return ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
 
@@ -99,4 +113,13 @@ GEMMA2 = ModelFamily(
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+)
+VAULT_GEMMA = ModelFamily(
+    name="vaultgemma",
+    unread=GEMMA2.unread,
+    architectures=("VaultGemmaForCausalLM",),
+    layer=VaultGemmaDecoderLayer,
+    defaults=GEMMA2.defaults,
+    from_hf=_gemma2,
+    from_gguf=None,
 )

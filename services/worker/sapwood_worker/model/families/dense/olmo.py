@@ -1,4 +1,7 @@
-"""OLMo 2 and 3: norms after attention and MLP, and of all query and key heads together; windows in three of four layers (3)."""
+"""OLMo 1: LayerNorms without weights. OLMo 2 and 3: norms after attention and MLP, and of all query and key heads together.
+
+Three of four layers of OLMo 3 have windows.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,27 @@ from dataclasses import replace
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import PostNormDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.families.values import GgufValues, HfValues
 
 
 def _common(config: ModelConfig) -> ModelConfig:
     return replace(config, qk_norm=True, qk_norm_kind="width")
+
+
+def _olmo(found: HfValues) -> ModelConfig:
+    clip = found.values.get("clip_qkv")
+    return replace(
+        found.llama(),
+        norm="layer",
+        norm_weight=False,
+        rms_norm_eps=_EPS,
+        clip_qkv=None if clip is None else float(clip),
+    )
+
+
+_EPS = 1e-5
+"""Which no file says."""
 
 
 def _olmo3(found: HfValues) -> ModelConfig:
@@ -35,6 +54,15 @@ def _olmo2_gguf(values: GgufValues) -> ModelConfig:
 
 _DEFAULTS = {"tie_word_embeddings": False, "rope_theta": 10_000.0, "rms_norm_eps": 1e-5}
 
+OLMO = ModelFamily(
+    name="olmo",
+    architectures=("OlmoForCausalLM",),
+    classifiers=("OlmoForSequenceClassification",),
+    layer=LlamaDecoderLayer,
+    defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0, "max_position_embeddings": 2048},
+    from_hf=_olmo,
+    from_gguf=None,
+)
 OLMO2 = ModelFamily(
     name="olmo2",
     architectures=("Olmo2ForCausalLM",),

@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4, and Arcee's AFM: Llama's layers with an MLP without a gate, whose activation is the square of ReLU."""
+"""Nemotron 3 and 4, Arcee's AFM and Jais 2: Llama's layers with an MLP without a gate, whose activation is the square of ReLU."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def _nemotron(found: HfValues) -> ModelConfig:
     return replace(
         _arcee(found), norm="layer", norm_bias=True, norm_offset=1.0, rms_norm_eps=float(found.values["norm_eps"])
     )
+
+
+def _jais2(found: HfValues) -> ModelConfig:
+    return replace(_arcee(found), norm="layer", norm_bias=True, rms_norm_eps=float(found.values["layer_norm_eps"]))
 
 
 _DEFAULTS = {
@@ -52,3 +56,13 @@ NEMOTRON = ModelFamily(
     from_hf=_nemotron,
     from_gguf=None,
 )
+JAIS2 = ModelFamily(
+    name="jais2",
+    architectures=("Jais2ForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={
+        **_DEFAULTS, "layer_norm_eps": 1e-5, "max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True,
+    },
+    from_hf=_jais2,
+    from_gguf=None,
+)  # fmt: skip

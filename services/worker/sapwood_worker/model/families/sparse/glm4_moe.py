@@ -1,6 +1,6 @@
 """GLM 4.5 and later, with experts: heads turned in half, first layers without experts, corrected sigmoids, a shared expert.
 
-GLM 4.7 Flash has the same experts and DeepSeek's latent attention.
+GLM 4.7 Flash has the same experts and DeepSeek's latent attention; GLM 4.5V's queries, keys and values have biases.
 """
 
 from __future__ import annotations
@@ -74,3 +74,10 @@ GLM4_MOE_LITE = ModelFamily(
     from_hf=_lite,
     from_gguf=None,
 )  # fmt: skip
+GLM4V_MOE = replace(
+    GLM4_MOE,
+    name="glm4v_moe_text",
+    architectures=("Glm4vMoeTextModel",),
+    defaults={**GLM4_MOE.defaults, "attention_bias": True},
+    from_gguf=None,
+)

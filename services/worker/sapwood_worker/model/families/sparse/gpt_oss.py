@@ -56,6 +56,7 @@ _YARN: dict[str, Any] = {
 GPT_OSS = ModelFamily(
     name="gpt_oss",
     architectures=("GptOssForCausalLM",),
+    classifiers=("GptOssForSequenceClassification",),
     layer=LlamaDecoderLayer,
     defaults={
         "tie_word_embeddings": False,

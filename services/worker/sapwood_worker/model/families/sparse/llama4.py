@@ -1,5 +1,5 @@
-"""Llama 4, text only. Most layers rotate neighbours in a head, norm the heads without weights and see only their chunk of the
-text. The others see all of the text, without rotation, and scale their queries by the position."""
+"""The language part of Llama 4. Most layers rotate neighbours in a head, norm the heads without weights and see only their
+chunk of the text. The others see all of the text, without rotation, and scale their queries by the position."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
         router="router",
         scales_inputs=True,
         block="feed_forward",
-        stacked=True,
+        stacked="transposed",
     )
     return replace(
         config,

@@ -29,6 +29,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
 MIXTRAL = ModelFamily(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
+    classifiers=("MixtralForSequenceClassification",),
     layer=LlamaDecoderLayer,
     defaults={
         "tie_word_embeddings": False,

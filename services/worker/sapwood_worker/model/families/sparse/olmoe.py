@@ -14,11 +14,16 @@ from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
 def _from_hf(found: HfValues) -> ModelConfig:
     config, values = found.llama(), found.values
-    if values.get("clip_qkv") is not None:
-        raise ValueError("clip_qkv is not supported")
+    clip = values.get("clip_qkv")
     experts = "num_local_experts" if values.get("num_local_experts") else "num_experts"  # newer files have the first
     routing = read_routing(values, experts, "num_experts_per_tok", renormalise=bool(values["norm_topk_prob"]))
-    return replace(config, qk_norm=True, qk_norm_kind="width", sparse=SparseConfig(routing, config.intermediate_size))
+    return replace(
+        config,
+        qk_norm=True,
+        qk_norm_kind="width",
+        clip_qkv=None if clip is None else float(clip),
+        sparse=SparseConfig(routing, config.intermediate_size),
+    )
 
 
 def _from_gguf(values: GgufValues) -> ModelConfig:

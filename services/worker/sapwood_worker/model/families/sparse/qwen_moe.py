@@ -1,11 +1,11 @@
-"""Qwen2 and Qwen3 with mixtures of experts; Qwen2's also have a shared expert."""
+"""Qwen2 and Qwen3 with mixtures of experts; Qwen2's have a shared expert, too. Qwen3-VL's files have them in one tensor."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.family import FusedRows, ModelFamily
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.families.values import GgufValues, HfValues, read_routing
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
@@ -18,7 +18,8 @@ _DEFAULTS = {
 }
 
 
-def _sparse(found: HfValues) -> SparseConfig:
+def read_qwen_experts(found: HfValues) -> SparseConfig:
+    """The mixtures of experts of ``config.json``, without a shared expert."""
     values = found.values
     experts = "num_local_experts" if values.get("num_local_experts") else "num_experts"  # newer files have the first
     step, dense = int(values["decoder_sparse_step"]), values.get("mlp_only_layers") or ()
@@ -45,7 +46,7 @@ def _qwen2(found: HfValues) -> ModelConfig:
         found.llama(),
         windows=windows,
         qkv_bias=bool(values["qkv_bias"]),
-        sparse=replace(_sparse(found), shared=shared),
+        sparse=replace(read_qwen_experts(found), shared=shared),
     )
 
 
@@ -54,7 +55,19 @@ def _qwen3(found: HfValues) -> ModelConfig:
     window = int(values["sliding_window"]) if values.get("use_sliding_window") else None
     if window is None:
         values.idle("sliding_window", "layer_types")
-    return replace(found.llama(), windows=(window,) * found.layers, qk_norm=True, sparse=_sparse(found))
+    return replace(found.llama(), windows=(window,) * found.layers, qk_norm=True, sparse=read_qwen_experts(found))
+
+
+def _qwen3_vl(found: HfValues) -> ModelConfig:
+    found.values.idle("sliding_window")
+    return replace(found.llama(), qk_norm=True, sparse=replace(read_qwen_experts(found), stacked="transposed"))
+
+
+def _fused(config: ModelConfig) -> FusedRows:
+    """Experts' gate and up lie side by side."""
+    assert config.sparse is not None
+    inner = config.sparse.intermediate_size
+    return {"mlp.experts.gate_up_proj": {"mlp.experts.gate_proj": inner, "mlp.experts.up_proj": inner}}
 
 
 def _qwen2_gguf(values: GgufValues) -> ModelConfig:
@@ -69,6 +82,7 @@ def _qwen3_gguf(values: GgufValues) -> ModelConfig:
 QWEN2_MOE = ModelFamily(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
+    classifiers=("Qwen2MoeForSequenceClassification",),
     layer=LlamaDecoderLayer,
     defaults={
         **_DEFAULTS,
@@ -94,6 +108,7 @@ QWEN3_MOE = ModelFamily(
     name="qwen3_moe",
     unread={"use_qk_norm": (True,)},
     architectures=("Qwen3MoeForCausalLM",),
+    classifiers=("Qwen3MoeForSequenceClassification",),
     layer=LlamaDecoderLayer,
     defaults={
         **_DEFAULTS,
@@ -104,4 +119,20 @@ QWEN3_MOE = ModelFamily(
     from_hf=_qwen3,
     from_gguf=_qwen3_gguf,
     gguf_name="qwen3moe",
+)
+QWEN3_VL_MOE = ModelFamily(
+    name="qwen3_vl_moe_text",
+    architectures=("Qwen3VLMoeTextModel",),
+    layer=LlamaDecoderLayer,
+    defaults={
+        **_DEFAULTS,
+        "rope_theta": 500_000.0,
+        "norm_topk_prob": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+    },
+    from_hf=_qwen3_vl,
+    from_gguf=None,
+    fused=_fused,
 )

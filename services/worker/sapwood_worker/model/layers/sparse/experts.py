@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from sapwood_kernels.ops.contracts import Gate
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.sparse.places import ExpertPlaces, PlacedSum
-from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part
+from sapwood_worker.model.quantization.linear_method import LinearMethod, LinearShape, Part, Renewal
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 from sapwood_worker.records.expert_load import ExpertMove
+
+Stacked = Literal["transposed", "rows"]
 
 
 class Experts(Layer):
@@ -54,7 +57,7 @@ class Experts(Layer):
         *,
         projections: tuple[str, str, str],
         activation: Gate,
-        stacked: bool = False,
+        stacked: Stacked | None = None,
         shared: int = 0,
         context: LayerContext,
     ) -> None:
@@ -64,7 +67,9 @@ class Experts(Layer):
         self.places = ExpertPlaces(count, context.parallel, context.ops)
         outer = whole(hidden_size)
         self.projections = gate, up, down = projections
-        made = StackedMatrices if stacked and not context.linear.stores(self.name(0, gate)) else expert_matrices
+        made: Callable[..., WideMatrices | StoredMatrices] = expert_matrices
+        if stacked is not None and not context.linear.stores(self.name(0, gate)):
+            made = StackedMatrices if stacked == "transposed" else StackedRows
         self._gate_up = made((gate, up), self.places, inner, outer, context, shared)
         self._down = made((down,), self.places, outer, inner, context, shared)
         self.shared = min(self._gate_up.room, self._down.room)
@@ -89,6 +94,14 @@ class Experts(Layer):
         for at, part in enumerate(gate_up.chunk(2)):
             self._gate_up.others()[:, at].copy_(part.view(shape))
         self._down.others()[:, 0].copy_(down.t().view(shape).transpose(1, 2))
+
+    @property
+    def renewal(self) -> Renewal:
+        return renewal_of(self.slots(), self._context)
+
+    @property
+    def weight_name(self) -> str:
+        return self._context.prefix
 
     def finish(self) -> None:
         self.ready()
@@ -187,6 +200,19 @@ class StackedMatrices(WideMatrices):
             f"{self._context.prefix}.{part}": WeightSlot(
                 self._weight[: self._own.size, at].transpose(1, 2), spans=spans
             )
+            for at, part in enumerate(self._parts)
+        }
+
+
+class StackedRows(WideMatrices):
+    """The same for checkpoints that hold it as [E, N, K]."""
+
+    def slots(self) -> WeightSlots:
+        if not self._weight.numel():
+            return {}
+        spans = self._own, self._rows, self._columns
+        return {
+            f"{self._context.prefix}.{part}": WeightSlot(self._weight[: self._own.size, at], spans=spans)
             for at, part in enumerate(self._parts)
         }
 
@@ -304,6 +330,13 @@ class StoredMatrices:
         methods, self._methods = self._methods, {}
         taken = ((name, methods.pop(name)) for name in list(methods))
         return stack_of_methods(taken, self._places.size, self._outputs, self._context)
+
+
+def renewal_of(slots: WeightSlots, context: LayerContext) -> Renewal:
+    """How experts' weights change while the model serves: where they stay in their slots as they were read, they are copied.
+    Graphs hold addresses of what :class:`PlacedSum` makes for them."""
+    wide = slots and all(slot.target.dtype == context.dtype for slot in slots.values())
+    return "copy" if wide and not context.ops.captures else "refuse"
 
 
 def expert_shape(expert: int, parts: Sequence[str], rows: Span, columns: Span, context: LayerContext) -> LinearShape:
@@ -498,6 +531,14 @@ class JoinedExperts(Layer):
 
     def slots(self) -> WeightSlots:
         return self._gate_up.slots() | self._down.slots()
+
+    @property
+    def renewal(self) -> Renewal:
+        return renewal_of(self.slots(), self._context)
+
+    @property
+    def weight_name(self) -> str:
+        return self._context.prefix
 
     def finish(self) -> None:
         stacks = self._gate_up.stack(), self._down.stack()

@@ -17,8 +17,9 @@ from sapwood_worker.model.layers.layer import Layer, LayerContext
 from sapwood_worker.model.layers.linear import RankSum
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
-from sapwood_worker.model.layers.sparse.experts import Experts, JoinedExperts
+from sapwood_worker.model.layers.sparse.experts import Experts, JoinedExperts, Stacked
 from sapwood_worker.model.quantization.dense import DenseMethod
+from sapwood_worker.model.quantization.linear_method import Renewal
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 # The router of a mixture of experts.
@@ -128,7 +129,8 @@ class SparseConfig:
         block: What checkpoints call the mixture.
         projections: What they call an expert's gate, up and down.
         joined: The activation of experts, if checkpoints hold all experts of a layer in one tensor; None: they do not.
-        stacked: Whether checkpoints hold each projection of all of a layer's experts as one tensor, transposed.
+        stacked: Whether checkpoints hold each projection of all of a layer's experts as one tensor: transposed, with an expert's
+            outputs last, or by ``rows``, with its inputs last. None: each expert has tensors of its own.
         scales_inputs: Whether a token's weight multiplies its expert's input, not the output; a token then has one expert.
     """
 
@@ -143,7 +145,7 @@ class SparseConfig:
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     joined: ClampedGate | None = None
-    stacked: bool = False
+    stacked: Stacked | None = None
     scales_inputs: bool = False
 
 
@@ -161,9 +163,15 @@ def _shared_as(config: SparseConfig, shared: GatedMLP | None, context: LayerCont
     """As how many additional experts the shared one may be computed; 0: it is computed separately."""
     parallel = context.parallel
     alone = parallel.tp.size == parallel.ep.size == 1 and not parallel.redundant_experts
-    if shared is None or config.shared is None or config.shared.gated or config.scales_inputs or config.stacked:
+    if (
+        shared is None
+        or config.shared is None
+        or config.shared.gated
+        or config.scales_inputs
+        or config.stacked is not None
+    ):
         return 0
-    if not context.ops.joins_shared or not alone or parallel.expert_exchange is not None:
+    if not context.ops.joins_shared or context.adapted or not alone or parallel.expert_exchange is not None:
         return 0
     if not all(isinstance(each.method, DenseMethod) for each in (shared.gate_up, shared.down)):
         return 0
@@ -189,7 +197,7 @@ class SparseMLP(Layer):
 
     def __init__(self, hidden_size: int, config: SparseConfig, *, activation: Gate, context: LayerContext) -> None:
         super().__init__()
-        self.hidden_size = hidden_size
+        self.hidden_size, self._name = hidden_size, context.prefix
         self._scales_inputs = config.scales_inputs
         self._exchange = context.parallel.expert_exchange
         group = context.split_over
@@ -223,6 +231,14 @@ class SparseMLP(Layer):
 
     def slots(self) -> WeightSlots:
         return self._gate
+
+    @property
+    def renewal(self) -> Renewal:
+        return "refuse" if self.joined else "copy"  # a shared expert lies among the others, and has no slots any more
+
+    @property
+    def weight_name(self) -> str:
+        return f"{self._name}.weight"
 
     def finish(self) -> None:
         if self.joined and self.shared is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,11 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood_kernels.lora.slots import GraphRows
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBatch, StepAttention, in_tables
 from sapwood_worker.model.attention.paged import KernelAttention, PagedAttention, PagedPlan, Runs
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.heads.head import Head, ShiftedSteps
+from sapwood_worker.model.lora.store import LoraStore
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.graphs.decode_rows import DecodeRows, LateStart, stage_chain
 from sapwood_worker.records.step import IntArray
@@ -107,6 +109,8 @@ class DecodeGraphs:
             head, whose tokens are sampled outside the graph.
         ops: The device's operations.
         shifted: Takes a draft head's output for its tokens; None: it is a whole model.
+        loras: The model's adapters; None: it has none. Steps with adapters have separate graphs, captured when they are first
+            needed, so that other steps stay as fast.
         capture: Whether to capture graphs; else each step is computed once, so that its kernels are compiled.
 
     Attributes:
@@ -125,6 +129,7 @@ class DecodeGraphs:
         drawing: Tensor | None,
         ops: DeviceOps,
         shifted: ShiftedSteps | None = None,
+        loras: LoraStore | None = None,
         *,
         capture: bool = True,
     ) -> None:
@@ -152,6 +157,9 @@ class DecodeGraphs:
         every = self._capture_all if capture else self._compute_all
         self._shared = {} if make_shared is None else every(sparse_ladder(self._sizes), make_shared)
         self._captured = every(self._sizes, make)
+        self._loras = loras
+        # By the layers that adapters in slots have matrices for, and by size.
+        self._adapted: dict[frozenset[int], dict[int, tuple[_Captured, GraphRows]]] = {}
 
     @property
     def largest(self) -> int:
@@ -170,6 +178,7 @@ class DecodeGraphs:
         *,
         idle: bool = False,
         late: tuple[Tensor, Tensor] | None = None,
+        adapters: IntArray | None = None,
     ) -> DecodeResult:
         """Computes B tokens, writes their KV, and returns their logits; asynchronous. Rows of one request may see each other.
 
@@ -178,8 +187,9 @@ class DecodeGraphs:
             of_ranks: Tokens of each rank, where ranks replay graphs of one size together.
             idle: Whether the rows are only padding: this rank has no tokens and only keeps pace with the others.
             late: int64 [N] and int64 [N]: rows whose token only the device knows, and that token; None: there are none.
+            adapters: int64 [B]: the slot of each row's adapter, -1 without one; None: no row has one.
         """
-        return self.begin(step, of_ranks, idle=idle, late=late)()
+        return self.begin(step, of_ranks, idle=idle, late=late, adapters=adapters)()
 
     def begin(
         self,
@@ -188,21 +198,27 @@ class DecodeGraphs:
         *,
         idle: bool = False,
         late: tuple[Tensor, Tensor] | None = None,
+        adapters: IntArray | None = None,
     ) -> Callable[[], DecodeResult]:
         """Computes the layers only; takes what :meth:`run` takes. The returned function computes the rest; every stage calls it
         once, in the order of the steps. A model without stages is computed wholly."""
-        self._backend.begin_plan()
         count = len(step.token_ids)
+        adapted = None if adapters is None else self._adapted_graph(max((count, *of_ranks)))
+        self._backend.begin_plan()
         positions, lengths = step.positions, step.positions + 1
         tables = step.pages.reshape(count, len(self._scratch), -1).swapaxes(0, 1)
         runs = None
-        if self._shared:
+        if self._shared and adapted is None:
             together = lengths if step.prompts is None else np.where(step.prompts, 1, lengths)
             runs = self._backend.find_shared(list(tables), together)
         graphs = self._captured if runs is None else self._shared
         sizes = list(graphs)
         size = sizes[bisect_left(sizes, max((count, *of_ranks)))]
         captured = graphs[size]
+        if adapted is not None and adapters is not None and self._loras is not None:
+            captured, rows_of_slots = adapted
+            size = rows_of_slots.count
+            self._loras.replay(rows_of_slots, adapters)
         page_size = self._pool.page_size
         rows = np.arange(count)
         staged = self._staging.numpy()
@@ -329,6 +345,25 @@ class DecodeGraphs:
             captured[size] = self._capture(size, make(size))
         return dict(reversed(captured.items()))
 
+    def capture_adapted(self) -> None:
+        """Captures all graphs of steps with adapters, for the adapters that are in slots."""
+        for size in sparse_ladder(self._sizes):
+            self._adapted_graph(size)
+
+    def _adapted_graph(self, count: int) -> tuple[_Captured, GraphRows]:
+        """The graph of a step of so many rows with adapters, and its rows' slots; captures it if need be."""
+        assert self._loras is not None
+        sizes = sparse_ladder(self._sizes)
+        size = sizes[bisect_left(sizes, count)]
+        graphs = self._adapted.setdefault(self._loras.key, {})
+        if size not in graphs:
+            self._loras.await_loads()  # which a capture could not wait for
+            if self._pool.device.type == "cuda":
+                torch.cuda.synchronize(self._pool.device)  # steps in flight read what a plan of padding overwrites
+            rows = self._loras.graph_rows(size)
+            graphs[size] = self._capture(size, self._captured[size].attention, rows), rows
+        return graphs[size]
+
     def _compute_all(self, sizes: Sequence[int], make: Callable[[int], StepAttention]) -> dict[int, _Captured]:
         for size in reversed(sizes):
             plan = self._padding(size, make(size))
@@ -350,12 +385,13 @@ class DecodeGraphs:
         self._plan(attention, np.ones(size, np.int64), tables)
         return PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
 
-    def _capture(self, size: int, attention: StepAttention) -> _Captured:
+    def _capture(self, size: int, attention: StepAttention, rows: GraphRows | None = None) -> _Captured:
+        """Captures a step of a number of rows; with adapters, if there are ``rows`` for their slots."""
         plan = self._padding(size, attention)
         if (stage := self._stage) is None:
-            graph, result = self._record(lambda: self._step(size, plan))
+            graph, result = self._record(lambda: self._step(size, plan, rows))
             return _Captured(graph, attention, result)
-        graph, hidden = self._record(lambda: self._layers(stage, size, plan))
+        graph, hidden = self._record(lambda: self._layers(stage, size, plan, rows))
         if size not in self._tails:
             self._tails[size] = self._record(lambda: self._tail(stage, size))
         return _Captured(graph, attention, self._tails[size][1], hidden)
@@ -374,17 +410,23 @@ class DecodeGraphs:
         self._memory = graph.pool()
         return graph, result
 
-    def _step(self, size: int, plan: PagedPlan) -> DecodeResult:
-        hidden = self._model(self._tokens(size), self._inputs[1, :size], plan)
+    def _adapting(self, rows: GraphRows | None) -> AbstractContextManager[None]:
+        return nullcontext() if rows is None or self._loras is None else self._loras.capturing(rows)
+
+    def _step(self, size: int, plan: PagedPlan, rows: GraphRows | None = None) -> DecodeResult:
+        with self._adapting(rows):
+            hidden = self._model(self._tokens(size), self._inputs[1, :size], plan)
         if self._shifted is not None:
             self._shifted.leave(hidden, self._inputs[-1, :size])
         return self._result(size, self._model.logits(hidden), None if self._shifted is None else hidden)
 
-    def _layers(self, stage: StageBuffers, size: int, plan: PagedPlan) -> Tensor:
+    def _layers(self, stage: StageBuffers, size: int, plan: PagedPlan, rows: GraphRows | None = None) -> Tensor:
         """The output of this stage's layers."""
         assert not isinstance(self._model, Head)
-        begun = self._model.begin(self._tokens(size)) if stage.first else stage.received[:size]
-        return self._model.compute(begun, self._inputs[1, :size], plan)
+        positions = self._inputs[1, :size]
+        begun = self._model.begin(self._tokens(size), positions) if stage.first else stage.received[:size]
+        with self._adapting(rows):
+            return self._model.compute(begun, positions, plan)
 
     def _tail(self, stage: StageBuffers, size: int) -> DecodeResult:
         """What follows the last stage."""

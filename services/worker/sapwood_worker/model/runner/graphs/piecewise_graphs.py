@@ -67,7 +67,7 @@ class _Cut:
         memory: The graphs' memory pool; None: nothing is captured, the pieces run as they are.
     """
 
-    absorbed = None
+    absorbed = states = None
 
     def __init__(self, pool: DevicePool, slots: Sequence[Tensor], query: Tensor, context: Tensor, memory: Any) -> None:
         self._pool = pool
@@ -182,9 +182,10 @@ class PiecewiseGraphs:
         token_ids, positions, *slots = self._inputs[:, :size]
         cut = _Cut(self._pool, slots, self._query[:size], self._context[:size], memory)
         cut.begin()
-        begun = (
-            self._model.begin(token_ids) if self._stage is None or self._stage.first else self._stage.received[:size]
-        )
+        if self._stage is None or self._stage.first:
+            begun = self._model.begin(token_ids, positions)
+        else:
+            begun = self._stage.received[:size]
         hidden = self._model.compute(begun, positions, cut)
         cut.end()
         return cut, hidden

@@ -64,7 +64,7 @@ class RecordedSteps:
         attention = None if plan.whole is None else native_parts(plan.whole)
         if attention is None:
             return None
-        hidden = self._model.embed(batch.token_ids)
+        hidden = self._model.begin(batch.token_ids, batch.positions)
         angles = self._model.angles(batch.positions)
         inputs = [hidden.data_ptr()]
         inputs += [each.data_ptr() for one in angles for each in one if each is not None]
@@ -79,6 +79,10 @@ class RecordedSteps:
         found.recording.run(inputs, strides)
         self.runs += 1
         return hidden if found.result is None else found.result.clone()
+
+    def forget(self) -> None:
+        """Forgets all recordings: the weights whose addresses they hold have been exchanged."""
+        self._recorded.clear()
 
     def _record(self, hidden: Tensor, angles: list[Angles], plan: PagedPlan, inputs: list[int]) -> Tensor:
         recording = Recording(self._library)

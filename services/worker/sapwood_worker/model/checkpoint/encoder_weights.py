@@ -1,39 +1,37 @@
-"""Weights of BERT-type encoders."""
+"""Weights of encoders."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files, open_safetensors
-from sapwood_worker.model.families.bert import BertClassifier, BertConfig, BertModel, read_bert_config
-
-_UNREAD = ("pooler.", "cls.", "embeddings.position_ids", "classifier.", "dropout.")
-"""How names of tensors begin that serve training, or are no weights."""
+from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files, open_weights
+from sapwood_worker.model.families.encoders.encoder import EncoderConfig, EncoderFamily
 
 
-def load_bert(
-    path: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool
-) -> tuple[BertModel | BertClassifier, BertConfig]:
+def load_encoder(
+    path: Path, family: EncoderFamily, dtype: torch.dtype, device: torch.device, *, dummy: bool
+) -> tuple[nn.Module, EncoderConfig]:
     """Loads a Hugging Face directory; ``dummy`` leaves the weights random.
 
     Raises:
         ConfigError: It cannot be read; names the file and what.
     """
-    config = read_bert_config(path)
-    model = BertModel(config) if config.labels is None else BertClassifier(config)
+    config = family.config(path)
+    model = family.build(config)
     if not dummy:
         file, tensors = _tensors(path)
         wanted = model.state_dict()
-        found = {_named(name): tensor for name, tensor in tensors.items()}
-        unexpected = sorted(name for name in found if name not in wanted and not name.startswith(_UNREAD))
+        found = {family.named(name): tensor for name, tensor in tensors.items()}
+        unexpected = sorted(name for name in found if name not in wanted and not name.startswith(family.unread))
         if unexpected and config.labels is None:
             raise ConfigError(f"{file}: tensor {unexpected[0]} is unexpected: the model has no such weight")
         if config.labels is not None:
-            found |= {f"bert.{name}": tensor for name, tensor in found.items()}
+            # The parts of a model with a head, of which ours has one name and files several.
+            found |= {f"{part}.{name}": each for part in dict(model.named_children()) for name, each in found.items()}
         missing = sorted(wanted.keys() - found.keys())
         if missing:
             raise ConfigError(f"{file}: has no {missing[0]}")
@@ -51,15 +49,9 @@ def _tensors(path: Path) -> tuple[Path, dict[str, Tensor]]:
     files = checkpoint_files(path)
     tensors: dict[str, Tensor] = {}
     for file in files:
-        opened = open_safetensors(file)
+        opened = open_weights(file)
         try:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
         except Exception as error:  # the library's own
             raise ConfigError(f"{file}: cannot be read: {error}") from error
     return (files[0] if len(files) == 1 else path), tensors
-
-
-def _named(stored: str) -> str:
-    """Our name of a tensor; files of 2019 name the parts of a LayerNorm otherwise."""
-    name = stored.removeprefix("bert.")
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

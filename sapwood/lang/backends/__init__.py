@@ -1,0 +1,1 @@
+"""Where programs run: one file a backend."""

@@ -1,0 +1,1 @@
+"""OpenAI's batches: a file of requests, each answered once, however often routers and workers end meanwhile."""

@@ -1,0 +1,1 @@
+"""Calls by which trainers of other servers steer this one. Knows no gRPC and no worker."""

@@ -1,0 +1,1 @@
+"""Pictures: fetched, decoded and brought to the size that a model takes."""

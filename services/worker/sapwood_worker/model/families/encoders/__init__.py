@@ -1,0 +1,1 @@
+"""Encoders: every token sees every other, nothing is cached; they give embeddings and labels."""

@@ -1,0 +1,1 @@
+"""Layers that keep a state for each request instead of keys and values."""

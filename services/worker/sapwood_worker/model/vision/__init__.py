@@ -1,0 +1,1 @@
+"""Models' vision parts: what makes embeddings of pictures."""

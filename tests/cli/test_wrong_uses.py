@@ -1,0 +1,356 @@
+"""Wrong command lines and cluster files: each is refused in one line with the word and what to do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sapwood.cli.main import main
+from sapwood.client import Client
+
+FILES = {
+    "bad.yaml": "model: [\n", "list.yaml": "- a\n", "unk.yaml": "modle: demo\n", "val.yaml": "workers: many\n",
+    "nest.yaml": "worker:\n  max-runing: 3\n", "nestv.yaml": "worker:\n  max-running: 0\n",
+    "svc.yaml": "wroker:\n  max-running: 3\n", "num.yaml": "port: 99999\n", "dup.yaml": "workers: 1\nworkers: 2\n",
+    "typ.yaml": "worker: 5\n", "f.txt": "x", "bad.jsonl": "{\n",
+}  # fmt: skip
+
+WRONG = (
+    ("stpo", "there is no verb 'stpo'; did you mean stop?"),
+    ("runn", "there is no verb 'runn'; did you mean run?"),
+    ("--verison", "there is no flag --verison; did you mean --version?"),
+    ("version", "there is no verb 'version'; `sapwood --version` prints it"),
+    ("functions", "there is no verb 'functions'; `sapwood --help` lists them"),
+    ("benchmark", "there is no verb 'benchmark'; `sapwood bench` measures one"),
+    ("launch", "there is no verb 'launch'; `sapwood up` starts a server"),
+    ("up --workers 0", "argument --workers: 0 is not at least 1"),
+    ("up --workers x", "argument --workers: 'x' is not a whole number"),
+    ("up --port 99999", "argument --port: 99999 is not 1 to 65535"),
+    ("up --port x", "argument --port: 'x' is not a whole number"),
+    ("up --http-port -1", "argument --http-port: -1 is not 1 to 65535"),
+    ("up --prot 5", "unrecognized arguments: --prot; did you mean --port?"),
+    ("up --model a b", "MODEL (b) and --model (a) are both given"),
+    ("up a b", "unrecognized arguments: b"),
+    (
+        "up nope-model",
+        "--model: 'nope-model' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    (
+        "up ./nothere",
+        "--model: './nothere' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    ("up f.txt", "--model: f.txt is neither a .gguf file nor a directory"),
+    ("up --ports some", "argument --ports: 'some' is not one of fixed, auto"),
+    ("up --log-level loud", "argument --log-level: 'loud' is not one of debug, info, warning, error"),
+    ("up --threads 0", "argument --threads: 0 is not at least 1"),
+    ("up --tensor-parallel 0", "argument --tensor-parallel: 0 is not at least 1"),
+    (
+        "up --policy nope",
+        "--router-policy / SAPWOOD_ROUTER_POLICY: 'nope' is none of cache_aware, consistent_hash, "
+        "least_load, least_tokens, power_of_two, prefix_hash, random, round_robin, session_affinity",
+    ),
+    (
+        "up --router-policy nope",
+        "--router-policy / SAPWOOD_ROUTER_POLICY: 'nope' is none of cache_aware, consistent_hash, "
+        "least_load, least_tokens, power_of_two, prefix_hash, random, round_robin, session_affinity",
+    ),
+    ("up --roles decode,nope", "argument --roles: 'nope' is not one of both, prefill, decode"),
+    ("up --roles decode --workers 3", "--workers 3 and --roles of 1 workers are both given"),
+    ("up --drain-timeout x", "argument --drain-timeout: invalid float value: 'x'"),
+    (
+        "up --worker-max-running 0",
+        "--worker-max-running / SAPWOOD_WORKER_MAX_RUNNING: Input should be greater than or equal to 1 (got '0')",
+    ),
+    (
+        "up --worker-max-running x",
+        "--worker-max-running / SAPWOOD_WORKER_MAX_RUNNING: Input should be a valid integer, unable to "
+        "parse string as an integer (got 'x')",
+    ),
+    (
+        "up --worker-dtype float7",
+        "--worker-dtype / SAPWOOD_WORKER_DTYPE: Input should be 'auto', 'float32', 'bfloat16' or 'float16' (got 'float7')",
+    ),
+    (
+        "up --worker-device gpu9",
+        "--worker-device / SAPWOOD_WORKER_DEVICE: Input should be 'auto', 'cpu' or 'cuda' (got 'gpu9')",
+    ),
+    (
+        "up --worker-quantization int3",
+        "--worker-quantization / SAPWOOD_WORKER_QUANTIZATION: 'int3' is none of fp8, fp8_block, fp8_tensor, int4, int8, none",
+    ),
+    (
+        "up --worker-context-length -5",
+        "--worker-context-length / SAPWOOD_WORKER_CONTEXT_LENGTH: Input should be greater than or equal to 2 (got '-5')",
+    ),
+    (
+        "up --worker-page-size 7x",
+        "--worker-page-size / SAPWOOD_WORKER_PAGE_SIZE: Input should be a valid integer, unable to parse "
+        "string as an integer (got '7x')",
+    ),
+    (
+        "up --worker-kv-cache-dtype x",
+        "--worker-kv-cache-dtype / SAPWOOD_WORKER_KV_CACHE_DTYPE: Input should be 'auto' or 'fp8_e4m3' (got 'x')",
+    ),
+    (
+        "up --router-queue-size x",
+        "--router-queue-size size / SAPWOOD_ROUTER_QUEUE_SIZE: Input should be a valid integer, unable "
+        "to parse string as an integer (got 'x')",
+    ),
+    (
+        "up --router-retry-attempts -1",
+        "--router-retry-attempts attempts / SAPWOOD_ROUTER_RETRY_ATTEMPTS: Input should be greater than or equal to 1 (got '-1')",
+    ),
+    ("up --router-api-keys /nowhere", "--router-api-keys: cannot read /nowhere: No such file or directory"),
+    (
+        "up --router-tls-cert /nowhere",
+        "--router-tls-cert / SAPWOOD_ROUTER_TLS_CERT: has no effect without --router-tls-key",
+    ),
+    (
+        "up --router-cors-origins notaurl",
+        "--router-cors-origins / SAPWOOD_ROUTER_CORS_ORIGINS: 'notaurl' is no origin as browsers send "
+        "it: scheme://host or scheme://host:port",
+    ),
+    (
+        "up nope/x/y",
+        "--model: 'nope/x/y' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    ("up --tokenizer-config /nowhere", "--tokenizer-config: cannot read /nowhere: No such file or directory"),
+    ("up --max-model-len 3", "unrecognized arguments: --max-model-len; did you mean --worker-context-length?"),
+    (
+        "up --gpu-memory-utilization 0.9",
+        "unrecognized arguments: --gpu-memory-utilization; did you mean --worker-memory-fraction?",
+    ),
+    ("up --random-seed x", "argument --random-seed: 'x' is not a whole number"),
+    ("up -c nothere.yaml", "--config: cannot read nothere.yaml: No such file or directory"),
+    ("up -c bad.yaml", "--config: bad.yaml is not YAML:"),
+    ("up -c list.yaml", "--config: list.yaml must hold settings (name: value)"),
+    ("up -c unk.yaml", "--config: unk.yaml: there is no setting 'modle'; did you mean model?"),
+    ("up -c val.yaml", "argument --workers: 'many' is not a whole number"),
+    (
+        "up -c nest.yaml",
+        "--config: nest.yaml: there is no setting 'worker-max-runing'; did you mean worker-max-running?",
+    ),
+    (
+        "up -c nestv.yaml",
+        "--worker-max-running / SAPWOOD_WORKER_MAX_RUNNING: Input should be greater than or equal to 1 (got '0')",
+    ),
+    ("up -c svc.yaml", "--config: svc.yaml: there is no setting 'wroker'; did you mean workers?"),
+    ("up -c num.yaml", "argument --port: 99999 is not 1 to 65535"),
+    ("up -c dup.yaml", "--config: dup.yaml: workers is given twice; keep one"),
+    ("up -c typ.yaml", "--config: typ.yaml: worker must hold settings (name: value)"),
+    ("up -c", "argument -c/--config: expected one argument"),
+    ("config -c unk.yaml", "--config: unk.yaml: there is no setting 'modle'; did you mean model?"),
+    ("config --workers x", "argument --workers: 'x' is not a whole number"),
+    (
+        "chat --address http://127.0.0.1:8000",
+        "--address: http://127.0.0.1:8000 is a URL; this takes the router's gRPC address, HOST:PORT",
+    ),
+    ("chat --address x", "--address: 'x' is not HOST:PORT, such as 127.0.0.1:50051"),
+    ("chat --temperature x", "argument --temperature: invalid float value: 'x'"),
+    ("chat --top-k x", "argument --top-k: invalid int value: 'x'"),
+    ("chat --nope", "unrecognized arguments: --nope"),
+    ("generate", "the following arguments are required: TEXT"),
+    ("generate --max-tokens x hi", "argument --max-tokens: invalid int value: 'x'"),
+    (
+        "generate --address 127.0.0.1:1 hi",
+        "no router answers at 127.0.0.1:1: connection refused; `sapwood up` starts one here",
+    ),
+    (
+        "run nope-model hi",
+        "--model: 'nope-model' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    (
+        "run ./nothere hi",
+        "--model: './nothere' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    ("pull", "the following arguments are required: NAME"),
+    (
+        "pull nope",
+        "--model: 'nope' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    (
+        "pull a/b/c",
+        "--model: 'a/b/c' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    ("rm nope", "nope: no such model was fetched; `sapwood model list` lists those that were"),
+    (
+        "show nope",
+        "'nope' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model directory, nor a "
+        "name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    ("show f.txt", "f.txt is neither a .gguf file nor a directory"),
+    ("stop nope", "nope: no such cluster runs here; `sapwood ps` lists those that do"),
+    ("logs nope", "nope: no such cluster runs here; `sapwood ps` lists those that do"),
+    ("stop --al", "unrecognized arguments: --al; did you mean --all?"),
+    ("ps x", "unrecognized arguments: x"),
+    ("tokenize", "the following arguments are required: TEXT"),
+    (
+        "tokenize --model nope hi",
+        "--model: 'nope' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    ("quantize x", "the following arguments are required: OUT"),
+    (
+        "quantize ./nothere out",
+        "--model: './nothere' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    (
+        "quantize ./nothere out --scheme int3",
+        "argument --scheme: invalid choice: 'int3' (choose from 'int4', 'int8', 'float8')",
+    ),
+    ("batch", "the following arguments are required: ACTION"),
+    ("batch run", "the following arguments are required: FILE"),
+    ("batch run nothere.jsonl", "nothere.jsonl: No such file or directory"),
+    ("bench --turns x", "argument --turns: 'x' is neither a number nor a range such as 64-256"),
+    ("batch rnu", "argument ACTION: invalid choice: 'rnu' (choose from 'run', 'list', 'show', 'cancel', 'fetch')"),
+    ("bench --requests 0", "argument --requests: 0 is not at least 1"),
+    ("bench --url x", "--url: 'x' is no URL such as http://127.0.0.1:8000"),
+    ("bench --url ftp://x", "--url: 'ftp://x' is no URL such as http://127.0.0.1:8000"),
+    ("bench --concurrency 0 --url http://127.0.0.1:1", "argument --concurrency: 0 is not at least 1"),
+    ("bench --concurrency x --url http://127.0.0.1:1", "argument --concurrency: 'x' is not a whole number"),
+    ("bench --rate -1 --url http://127.0.0.1:1", "argument --rate: -1 is not over 0"),
+    (
+        "bench --dataset nope --url http://127.0.0.1:1",
+        "argument --dataset: invalid choice: 'nope' (choose from 'random', 'shared-prefix', "
+        "'multi-turn', 'json-schema', 'sharegpt', 'file')",
+    ),
+    ("bench --dataset file --url http://127.0.0.1:1", "--dataset file reads a file: name it with --data"),
+    ("bench --dataset file --data nothere --url http://127.0.0.1:1", "cannot read nothere: No such file or directory"),
+    (
+        "bench --slo x=1 --url http://127.0.0.1:1",
+        "argument --slo: 'x=1' is not ttft, itl, tpot, e2e = a time such as 200ms",
+    ),
+    (
+        "bench --output-tokens 9-3 --url http://127.0.0.1:1",
+        "argument --output-tokens: '9-3': a range goes up, from at least 1",
+    ),
+    ("bench --rate x", "argument --rate: 'x' is not a number"),
+    (
+        "bench offline --model nope --requests 2",
+        "'nope' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model directory, nor a "
+        "name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
+    ),
+    ("eval", "the following arguments are required: FILE"),
+    ("eval nothere.jsonl --url http://127.0.0.1:1", "cannot read nothere.jsonl: No such file or directory"),
+    (
+        "eval bad.jsonl --url http://127.0.0.1:1",
+        "bad.jsonl:1: not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    ),
+    ("top --interval 0", "argument --interval: 0 is not 0.1 to 3600"),
+    ("top --address x", "no router answers at x: it is not HOST:PORT, or there is no such host"),
+    (
+        "top --address http://127.0.0.1:8000",
+        "http://127.0.0.1:8000 is a URL; this takes the router's gRPC address, HOST:PORT",
+    ),
+    ("router", "the following arguments are required: WHAT"),
+    ("router drian", "argument WHAT: invalid choice: 'drian' (choose from 'workers', 'route', 'top')"),
+    ("router drain", "argument WHAT: invalid choice: 'drain' (choose from 'workers', 'route', 'top')"),
+    (
+        "router drain w:1 --address 127.0.0.1:1",
+        "argument WHAT: invalid choice: 'drain' (choose from 'workers', 'route', 'top')",
+    ),
+    ("router route explain", "the following arguments are required: TEXT"),
+    ("worker", "the following arguments are required: ACTION"),
+    (
+        "worker nope",
+        "argument ACTION: invalid choice: 'nope' (choose from 'info', 'load', 'experts', 'pause', "
+        "'resume', 'sleep', 'wake', 'drain', 'role', 'flush', 'pin', 'unpin', 'abort', 'profile')",
+    ),
+    ("cache", "the following arguments are required: ACTION"),
+    ("cache nope", "argument ACTION: invalid choice: 'nope' (choose from 'stats', 'clear', 'attach', 'detach')"),
+    ("lora", "the following arguments are required: ACTION"),
+    ("lora load", "the following arguments are required: NAME, PATH"),
+    ("weights", "the following arguments are required: ACTION"),
+    ("weights nope", "argument ACTION: invalid choice: 'nope' (choose from 'show', 'update', 'rollback')"),
+    ("kernels", "the following arguments are required: ACTION"),
+    ("key", "the following arguments are required: NAME"),
+    ("batch list x", "unrecognized arguments: x"),
+    ("store", "the following arguments are required: ACTION"),
+    ("store forget", "the following arguments are required: STORE, TENANT"),
+    ("docs nope", "there is no page 'nope'; `sapwood docs` lists them"),
+    ("completion fish", "argument shell: invalid choice: 'fish' (choose from 'bash', 'zsh', 'tcsh')"),
+    ("doctor x", "unrecognized arguments: x"),
+)
+"""A command line, and what its last line says."""
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words for words, _ in WRONG])
+def test_a_wrong_command_line_is_refused_with_what_to_do(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**os.environ, "SAPWOOD_HOME": str(tmp_path / "home"), "COLUMNS": "80"})
+    try:
+        code = main(words.split())
+    except SystemExit as ended:
+        code = ended.code
+    assert code in (1, 2, 3)
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+CALLS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"max_tokens": "x"}, "max_tokens: 'x' cannot be its value; it takes an integer"),
+    ({"max_tokens": 1.5}, "max_tokens: 1.5 cannot be its value; it takes an integer"),
+    ({"temperature": "x"}, "temperature: 'x' cannot be its value; it takes a number"),
+    ({"top_p": "x"}, "top_p: 'x' cannot be its value; it takes a number"),
+    ({"stop": 5}, "stop: 5 cannot be its value; it takes a list, each item a text"),
+    ({"stop": [5]}, "stop: [5] cannot be its value; it takes a list, each item a text"),
+    ({"seed": "x"}, "seed: 'x' cannot be its value; it takes an integer from 0"),
+    ({"seed": -1}, "seed: -1 cannot be its value; it takes an integer from 0"),
+    ({"n": "x"}, "n: 'x' cannot be its value; it takes an integer from 0"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: {'x': 1} cannot be its value; it takes a dictionary from an integer"),
+    ({"logit_bias": 5}, "logit_bias: 5 cannot be its value; it takes a dictionary"),
+    ({"nope": 1}, "there is no option 'nope'; help(sapwood.generation.Options) lists them"),
+    ({"temprature": 1}, "there is no option 'temprature'; temperature?"),
+    ({"tools": 5}, "tools: 5 cannot be its value; it takes a list"),
+    ({"model": 5}, "model: 5 cannot be its value; it takes a text"),
+    ({"tool_choice": "maybe"}, "tool_choice is one of"),
+    ({"text": 5}, "text: 5 is no text; messages= takes a conversation"),
+    ({"text": None}, "give exactly one of text, messages and token_ids"),
+    ({"text": None, "messages": "hi"}, "messages: 'hi' cannot be its value; it takes a list"),
+    ({"text": None, "token_ids": ["x"]}, "token_ids: ['x'] cannot be its value; it takes a list, each item an integer"),
+    ({"text": None, "token_ids": [-1]}, "token_ids: [-1] cannot be its value; it takes a list, each item an integer"),
+)
+
+
+@pytest.mark.parametrize(("options", "said"), CALLS, ids=[str(options) for options, _ in CALLS])
+def test_a_wrong_call_of_the_python_client_names_the_option(options: dict[str, Any], said: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises((TypeError, ValueError)) as raised:
+        client.generate(**{"text": "hi", **options})
+    assert str(raised.value).startswith(said)
+
+
+@pytest.mark.parametrize("address", [5, "http://127.0.0.1:8000", "localhost", "127.0.0.1:99999", "127.0.0.1:abc", ":1"])
+def test_a_wrong_address_of_the_python_client_is_explained(address: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^address: .*HOST:PORT"):
+        Client(address)
+
+
+@pytest.mark.parametrize("address", ["[::1]:50051", "unix:///run/x", "dns:///router:50051", "router:50051"])
+def test_other_names_of_servers_are_taken(address: str) -> None:
+    Client(address).close()
+
+
+def test_inputs_of_embeddings_and_labels_are_named() -> None:
+    given: Any = 5
+    with Client("127.0.0.1:1") as client:
+        for call in (client.embed, client.classify):
+            with pytest.raises(TypeError, match=r"^inputs: 5 cannot be its value; it takes a text"):
+                call(given)
+
+
+def test_the_tables_have_enough_wrong_uses() -> None:
+    assert len(WRONG) + len(CALLS) >= 100

@@ -1,0 +1,135 @@
+"""Files by OpenAI's client, and forms that are wrong."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from sapwood_common.tenants.api_keys import hash_key, make_key
+
+FILES = "/v1/files"
+
+
+async def test_a_file_is_kept_listed_read_and_forgotten(make_cluster, tmp_path) -> None:
+    content = b"".join(b'{"line": %d}\n' % number for number in range(100_000))  # several chunks
+    async with make_cluster(1) as cluster:
+        client = cluster.openai.files
+        made = await client.create(file=("in.jsonl", content), purpose="batch")
+        assert (made.bytes, made.filename, made.purpose, made.status) == (
+            len(content),
+            "in.jsonl",
+            "batch",
+            "processed",
+        )
+        assert await client.retrieve(made.id) == made
+        assert (await client.content(made.id)).content == content
+        other = await client.create(
+            file=("ü.txt", b"x"), purpose="user_data", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+        assert other.filename == "ü.txt" and 3590 <= other.expires_at - other.created_at <= 3610
+        assert {file.id async for file in await client.list()} == {made.id, other.id}
+        assert [file.id async for file in await client.list(purpose="user_data")] == [other.id]
+        empty = await client.create(file=("empty", b""), purpose="batch")
+        assert (await client.content(empty.id)).content == b"" and empty.bytes == 0
+        gone = await client.delete(made.id)
+        assert (gone.id, gone.deleted) == (made.id, True)
+        for call in (client.retrieve(made.id), client.content(made.id), client.delete(made.id)):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert {record.parent for record in await cluster.router._store.every("chunk")} == {other.id}
+
+
+async def test_forms_that_are_wrong_name_the_field_and_leave_nothing(make_cluster) -> None:
+    async with make_cluster(1, max_body_bytes=4096) as cluster:
+        file = {"file": ("a", b"x" * 300_000)}
+        soon = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}
+        for data, files, param in (
+            ({"purpose": "fun"}, file, "purpose"),
+            ({}, file, "purpose"),
+            ({"purpose": "batch"}, {"other": ("a", b"x")}, "file"),
+            ({"purpose": "batch", "expires_after[seconds]": "5"}, file, "expires_after.anchor"),
+            (
+                {"purpose": "batch", **soon},
+                file,
+                "expires_after.seconds",
+            ),
+            *(
+                ({"purpose": "batch", **soon, "expires_after[seconds]": seconds}, file, "expires_after.seconds")
+                for seconds in ("000003600" + "0" * 12, "000003600" + "0" * 900, "-3600", "٣٦٠٠")
+            ),
+            ({"purpose": "b" * 2000}, {"file": ("a", b"x")}, "purpose"),
+        ):
+            answer = await cluster.http.post(FILES, data=data, files=files)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        answer = await cluster.http.post(FILES, json={"purpose": "batch"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")
+        head = {"content-type": "multipart/form-data; boundary=x"}
+        for body in (
+            b"no form at all",
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nhalf',
+        ):
+            answer = await cluster.http.post(FILES, content=body, headers=head)
+            assert answer.status_code == 400, answer.text
+        long = {"content-type": f"multipart/form-data; boundary={'x' * 300}"}
+        answer = await cluster.http.post(FILES, content=b"x", headers=long)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "content-type")
+        parts = b"--x\r\nA: b\r\n\r\n\r\n" * 40
+        answer = await cluster.http.post(FILES, content=parts, headers=head)
+        assert answer.status_code == 400 and "32 parts" in answer.text
+        for kind in ("file", "chunk"):
+            assert await cluster.router._store.every(kind) == []
+
+
+async def test_a_tenants_bytes_have_a_bound(make_cluster) -> None:
+    async with make_cluster(1, store="memory,files=1000000") as cluster:
+        files = cluster.openai.files
+        first = await files.create(file=("a", b"x" * 600_000), purpose="batch")
+        for _ in range(2):
+            with pytest.raises(openai.RateLimitError, match="1000000 bytes"):
+                await files.create(file=("b", b"x" * 600_000), purpose="batch")
+        await files.delete(first.id)
+        await files.create(file=("b", b"x" * 600_000), purpose="batch")
+
+
+async def test_an_upload_that_breaks_off_leaves_nothing(make_cluster, wait_until) -> None:
+    async def pieces():
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"y" * 600_000
+        raise httpx.WriteError("the client leaves")
+
+    async with make_cluster(1) as cluster:
+        with pytest.raises(httpx.HTTPError):
+            await cluster.http.post(
+                FILES, content=pieces(), headers={"content-type": "multipart/form-data; boundary=x"}
+            )
+        store = cluster.router._store
+
+        async def left() -> int:
+            return len(await store.every("file")) + len(await store.every("chunk"))
+
+        while await left():
+            pass
+
+
+async def test_files_of_other_tenants_are_not_there(make_cluster, tmp_path) -> None:
+    keys = {name: make_key() for name in ("alice", "bob")}
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{name} {hash_key(key)}\n" for name, key in keys.items()))
+    async with make_cluster(1, api_keys=path) as cluster:
+        alice, bob = (cluster.openai.with_options(api_key=keys[name]) for name in keys)
+        made = await alice.files.create(file=("a", b"x"), purpose="batch")
+        assert [file.id async for file in await bob.files.list()] == []
+        batch = {"input_file_id": made.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        for call in (
+            bob.files.retrieve(made.id),
+            bob.files.content(made.id),
+            bob.files.delete(made.id),
+            bob.batches.create(**batch),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        begun = await alice.batches.create(**batch)
+        for call in (bob.batches.retrieve(begun.id), bob.batches.cancel(begun.id)):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert (await alice.files.content(made.id)).content == b"x"

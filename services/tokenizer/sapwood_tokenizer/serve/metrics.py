@@ -9,6 +9,10 @@ from sapwood_tokenizer.encode.encode_cache import CacheStats
 
 Caches = Callable[[], dict[str, CacheStats]]
 
+#: What becomes of a picture, and what takes time. Every series is there from the start, also of a model that takes none.
+PICTURE_OUTCOMES = ("decoded", "found", "refused")
+PICTURE_STAGES = ("fetch", "decode")
+
 
 def add_metrics(
     metrics: MetricSet,
@@ -57,13 +61,13 @@ def add_metrics(
         "counter",
         "sapwood_tokenizer_pictures_total",
         "Pictures in requests: decoded, found among those that were kept, or refused.",
-        lambda: [((outcome,), count) for outcome, count in pictures().items()],
-        outcome=OneOf("decoded", "found", "refused"),
+        lambda: [((outcome,), pictures().get(outcome, 0)) for outcome in PICTURE_OUTCOMES],
+        outcome=OneOf(*PICTURE_OUTCOMES),
     )
     metrics.polled(
         "counter",
         "sapwood_tokenizer_picture_seconds_total",
         "Seconds that pictures took to be fetched over https, and to be decoded and resized, the wait for a process included.",
-        lambda: [((stage,), seconds) for stage, seconds in picture_seconds().items()],
-        stage=OneOf("fetch", "decode"),
+        lambda: [((stage,), picture_seconds().get(stage, 0.0)) for stage in PICTURE_STAGES],
+        stage=OneOf(*PICTURE_STAGES),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 from sapwood_common.contract.limits import LONGEST_TENANT, MOST_PRIORITY
 from sapwood_common.errors import InvalidArgumentError
@@ -105,6 +106,13 @@ def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Calle
     # Without keys the tenant is whom a gateway in front names: its tenants are kept apart, too.
     salt = mint_salt(tenant) if tenant else ""
     return Caller(tenant or "", priority_of(priority), session or "", cache_salt=salt)
+
+
+def in_session(caller: Caller, session: str) -> Caller:
+    """The caller, with the session that a body names. A long name counts by its digest: policies keep names of many requests."""
+    if len(session) > _LONGEST_SESSION:
+        session = blake2b(session.encode(), digest_size=16).hexdigest()
+    return replace(caller, session=session)
 
 
 def priority_of(value: str | None) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -24,6 +23,7 @@ from sapwood_common.errors import (
     SapwoodError,
     UnavailableError,
 )
+from sapwood_common.serving.push_call import PushCall
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_net.errors import CallError
 from sapwood_net.pacing.body_memory import BodyMemory
@@ -37,7 +37,7 @@ from sapwood_router.edges.http.json_size import SMALL, check_size, most_values, 
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.relay.pick import Pick, Picker
-from sapwood_router.request.caller import Caller, caller_of
+from sapwood_router.request.caller import Caller, caller_of, in_session
 from sapwood_router.request.context import FieldNames, RequestContext, TextPrompt, accept_request_id, unique_id
 from sapwood_router.request.output import OutputOptions
 
@@ -51,6 +51,9 @@ _HINT, _SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 _PIECE = 60_000
 """Bytes of a body that are sent back in one message."""
 _MOST_SUBSET = 65_536
+_STATUS_DIGITS = 3
+_CONTROLS = bytes([*range(9), *range(10, 32), 127])
+"""Bytes that no header's value has."""
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 _DUPLEX, _BUFFERED = (
     (pb.GATEWAY_BODY_MODE_FULL_DUPLEX_STREAMED,),
@@ -107,25 +110,47 @@ class EndpointPicker:
 
     async def process(
         self, requests: AsyncIterator[pb.GatewayRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.GatewayResponse]:
-        """One HTTP request and its answer, part by part."""
+    ) -> None:
+        """One HTTP request and its answer, part by part.
+
+        Raises:
+            DeadlineExceededError: The request's time is over, though it has an endpoint.
+        """
+        call = cast(PushCall, context)
         carried = _Carried(self)
         try:
-            async for request in requests:
-                try:
+            async with asyncio.timeout_at(carried.deadline) as time:
+                async for request in requests:
                     for response in await carried.take(request):
-                        yield response
-                except SapwoodError as error:
-                    yield carried.refuse(error)
-                    return
+                        call.write_now(response)
+                        if not call.is_ready():
+                            await call.drained()
+                    if carried.deadline != time.when():
+                        time.reschedule(carried.deadline)
+        except TimeoutError:
+            before = "" if carried.picked else " before there was an endpoint"
+            error = DeadlineExceededError(f"the deadline passed{before}")
+            refused = carried.refuse(error)
+            if carried.picked:
+                raise error from None
+            call.write_now(refused)
+        except SapwoodError as error:
+            call.write_now(carried.refuse(error))
         finally:
             carried.close()
 
 
 class _Carried:
-    """One HTTP request that the gateway carries."""
+    """One HTTP request that the gateway carries.
+
+    Attributes:
+        deadline: When its time is over, on the event loop's clock.
+        picked: Whether it has an endpoint.
+    """
 
     def __init__(self, owner: EndpointPicker) -> None:
+        self.deadline = asyncio.get_running_loop().time() + owner.request_timeout
+        self.picked = False
         self._owner = owner
         self._mode = pb.GATEWAY_BODY_MODE_FULL_DUPLEX_STREAMED
         self._answer_mode = pb.GATEWAY_BODY_MODE_FULL_DUPLEX_STREAMED
@@ -135,7 +160,6 @@ class _Carried:
         self._lost: CallError | None = None
         """Why the body was given up."""
         self._pick: Pick | None = None
-        self._picked = False
         self._changed: bytes | None = None
         self._meter: AnswerMeter | None = None
         self._complete = False
@@ -157,7 +181,7 @@ class _Carried:
             case "request_body":
                 return await self._take_body(request.request_body)
             case "request_trailers":
-                found = [] if self._picked or self._mode not in _DUPLEX else await self._pick_duplex(ends=False)
+                found = [] if self.picked or self._mode not in _DUPLEX else await self._pick_duplex(ends=False)
                 return [*found, pb.GatewayResponse(request_trailers=pb.GatewayTrailersChange())]
             case "response_headers":
                 return [self._take_answer(request)]
@@ -206,6 +230,10 @@ class _Carried:
         if self._headers:
             raise InvalidArgumentError("the headers came before")
         self._headers = _fields(message.headers)
+        for name, value in self._headers.items():
+            if len(value.translate(None, _CONTROLS)) < len(value):
+                shown = name[:100].decode("utf-8", "replace")
+                raise InvalidArgumentError("a header's value has control characters", field=shown)
         self._owner.guard.check_headers(self._headers)
         if message.end_of_stream or self._mode not in (*_DUPLEX, *_BUFFERED):
             await self._choose()
@@ -213,7 +241,7 @@ class _Carried:
         return [] if self._mode in _DUPLEX else [pb.GatewayResponse(request_headers=pb.GatewayChange())]
 
     async def _take_body(self, message: pb.GatewayBody) -> list[pb.GatewayResponse]:
-        if self._picked or self._mode not in (*_DUPLEX, *_BUFFERED):
+        if self.picked or self._mode not in (*_DUPLEX, *_BUFFERED):
             return [pb.GatewayResponse(request_body=pb.GatewayChange())]
         if not self._headers:
             raise InvalidArgumentError("a body came without headers")
@@ -259,10 +287,11 @@ class _Carried:
         self._body.clear()
 
     async def _choose(self) -> None:
-        owner, loop = self._owner, asyncio.get_running_loop()
+        owner, now = self._owner, asyncio.get_running_loop().time()
         request_id = self._header(REQUEST_ID_KEY)
         request_id = accept_request_id(request_id, REQUEST_ID_KEY) if request_id else new_request_id()
         request_id_var.set(request_id)
+        self.deadline = min(self.deadline, now + asked_timeout(self._headers))
         body, named = await self._parsed()
         context = RequestContext(
             request_id=request_id,
@@ -271,17 +300,14 @@ class _Carried:
             sampling=SamplingParams(),
             output=OutputOptions(),
             fields=_FIELDS,
-            deadline=loop.time() + min(owner.request_timeout, asked_timeout(self._headers)),
+            deadline=self.deadline,
             model=named,
             caller=self._caller(body),
         )
         pick = self._pick = owner.picker.begin(context)
-        try:
-            async with asyncio.timeout_at(context.deadline):
-                await pick.choose(body, self._subset)
-        except TimeoutError:
-            raise DeadlineExceededError("the deadline passed before there was an endpoint") from None
-        self._picked = True
+        async with asyncio.timeout_at(self.deadline):
+            await pick.choose(body, self._subset)
+        self.picked = True
         self._changed = pick.changed_body(body, named)
 
     async def _parsed(self) -> tuple[dict[str, Any], str | None]:
@@ -309,7 +335,7 @@ class _Carried:
     def _caller(self, body: dict[str, Any]) -> Caller:
         caller = caller_of(self._header, tenant_var.get())
         session = next((body[name] for name in _SESSION_FIELDS if isinstance(body.get(name), str)), "")
-        return caller if caller.session or not session else replace(caller, session=session)
+        return caller if caller.session or not session else in_session(caller, session)
 
     def _header(self, key: str) -> str:
         return self._headers.get(key.encode(), b"").decode("latin-1")
@@ -342,14 +368,14 @@ class _Carried:
         """The answer's headers."""
         message = request.response_headers
         fields = _fields(message.headers)
-        if self._pick is not None and self._picked:
+        if self._pick is not None and self.picked:
             metadata = request.metadata_context.filter_metadata
             served = metadata[_NAMESPACE].fields[SERVED].string_value if _NAMESPACE in metadata else ""
             served = served or fields.get(SERVED.encode(), b"").decode("latin-1")
             if served:
                 self._pick.served(served)
             status = fields.get(b":status", b"")
-            self._pick.answers(_error_of(int(status) if status.isdigit() else 502))
+            self._pick.answers(_error_of(int(status) if status.isdigit() and len(status) == _STATUS_DIGITS else 502))
             events = fields.get(b"content-type", b"").startswith(b"text/event-stream")
             readable = fields.get(b"content-encoding", b"identity") == b"identity"
             self._meter = AnswerMeter(events=events, readable=readable)

@@ -25,7 +25,7 @@ from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.client import READER_SLACK
-from sapwood_router.request.caller import NOBODY, PRIORITY_KEY, SESSION_KEY, TENANT_KEY, Caller, caller_of
+from sapwood_router.request.caller import NOBODY, PRIORITY_KEY, SESSION_KEY, TENANT_KEY, Caller, caller_of, in_session
 from sapwood_router.request.context import accept_request_id
 
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
@@ -230,7 +230,7 @@ class Exchange:
                 if session := given.get(field):
                     if not isinstance(session, str):
                         raise InvalidArgumentError(f"{field} must be a string", field=field)
-                    return replace(caller, session=session)
+                    return in_session(caller, session)
         return caller
 
     @property

@@ -1,4 +1,5 @@
 from prometheus_client import generate_latest
+
 from sapwood_common.telemetry.metrics import MetricSet
 from sapwood_tokenizer.serve.metrics import add_metrics
 

@@ -65,6 +65,8 @@ from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.quantised.int8 import WeightProduct
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import triton_logits, triton_sampling
+from sapwood_kernels.state.triton_gated_norm import gated_norm
+from sapwood_kernels.state.triton_steps import TritonStateSteps
 from sapwood_kernels.triton_qkv import norm_rope_store
 
 logger = logging.getLogger(__name__)
@@ -124,6 +126,7 @@ class CudaOps(DeviceOps):
     joins_shared = True
     moment = _CudaMoment
     lora_multiple = 16
+    state_steps = TritonStateSteps()
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -370,6 +373,7 @@ class CudaOps(DeviceOps):
     def quantise_gated(self, gate_up: Tensor, gate: Gate, *, grouped: bool) -> Float8:
         return triton_float8.gated(gate_up, gate, grouped=grouped)
 
+    gated_norm = staticmethod(gated_norm)
     quantise_tensor = staticmethod(triton_float8.quantise_tensor)
     row_max = staticmethod(triton_logits.row_max)
     draw_rows = staticmethod(triton_sampling.draw_rows)

@@ -44,6 +44,8 @@ from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import cpu_sampling
+from sapwood_kernels.state.contracts import StateSteps
+from sapwood_kernels.state.reference import gated_norm
 
 # The operations that layers, sampling and the runner take from the device. Here: what any device of torch's can do.
 
@@ -220,6 +222,7 @@ class DeviceOps:
         moment: Constructed, marks when the device is done with what is queued by then.
         tuning: Where the tiles of experts come from.
         lora_multiple: Ranks of adapters are filled up with zeros to a multiple of this.
+        state_steps: Kernels that advance states by one token a row; None: layers do that in torch.
     """
 
     default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -231,6 +234,7 @@ class DeviceOps:
     moment: type[Moment] = Moment
     processors = 1
     lora_multiple = 1
+    state_steps: StateSteps | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -526,6 +530,8 @@ class DeviceOps:
 
     # Operations that are functions of tensors alone; a device's class has its own in their place.
 
+    gated_norm = staticmethod(gated_norm)
+    """The norm behind the heads of a state, and its gate."""
     quantise_tensor = staticmethod(reference.quantise_tensor)
     """[T, K] to float8 by one scale, [1, 1]."""
     row_max = staticmethod(cpu_sampling.row_max)

@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.state.contracts import Slots
 
 IntArray = npt.NDArray[np.int64]
 
 Scan = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Computes inputs [B, T, C] with the states of a layer, float32 [slots, numbers], in slots int64 [B], which it writes in place;
 returns [B, T, D]."""
+
+Advance = Callable[[Slots], Tensor]
+"""Advances the states of a layer by one token a row, in place; returns what the layer makes of them, [T, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,11 @@ class StateRun:
     slots: Tensor
     tokens: slice | Tensor
     saves: Tensor | None
+
+    def save(self, states: Tensor) -> None:
+        """Takes the snapshots of a layer's states, float32 [slots, numbers]."""
+        if self.saves is not None:
+            states.index_copy_(0, self.saves[1], states.index_select(0, self.saves[0]))
 
 
 class StatePool:
@@ -84,6 +93,25 @@ class StatePool:
         if len(known):
             into, source = ops.to_device(np.stack((known, snapshots[snapshots >= 0] + self.rows)))
             self._states.index_copy_(1, into, self._states.index_select(1, source))
+
+    def save(self, rows: IntArray, snapshots: IntArray, ops: DeviceOps) -> None:
+        """Takes snapshots of all layers' states.
+
+        Args:
+            rows: int64 [N]: the rows whose states are copied.
+            snapshots: int64 [N]: the snapshots that become their copies, each once.
+            ops: The device's operations.
+        """
+        source, into = ops.to_device(np.stack((rows, snapshots + self.rows)))
+        self._states.index_copy_(1, into, self._states.index_select(1, source))
+
+    def decodes(self, slots: Tensor) -> StatePlan:
+        """A step of one token a row, for a graph: it reads the slots at each replay.
+
+        Args:
+            slots: int64 [T] on the device: each row's; -1: the row is padding.
+        """
+        return StatePlan(self, [StateRun(slots, slice(0, len(slots)), None)])
 
     def plan(self, rows: IntArray, counts: IntArray, saves: IntArray, ops: DeviceOps) -> StatePlan:
         """A step's way through the states.
@@ -141,6 +169,8 @@ class StatePlan:
 
     def __init__(self, pool: StatePool, runs: Sequence[StateRun]) -> None:
         self._pool, self._runs = pool, runs
+        tokens = runs[0].tokens if len(runs) == 1 else None
+        self._alone = isinstance(tokens, slice) and tokens.stop - tokens.start == len(runs[0].slots)
 
     def scan(self, layer: int, inputs: Tensor, width: int, scan: Scan) -> Tensor:
         """Runs a layer's recurrence over all tokens: [T, C] -> [T, width]. Advances the states and takes the snapshots.
@@ -160,6 +190,23 @@ class StatePlan:
                 out[run.tokens] = result.reshape(-1, width)
             else:
                 out.index_copy_(0, run.tokens, result.reshape(-1, width))
-            if run.saves is not None:
-                states.index_copy_(0, run.saves[1], states.index_select(0, run.saves[0]))
+            run.save(states)
+        return out
+
+    def step(self, layer: int, advance: Advance) -> Tensor | None:
+        """Advances a layer's states by one token of each request and takes the snapshots.
+
+        Args:
+            layer: The layer.
+            advance: Does it.
+
+        Returns:
+            Its result; None: nothing was done, because some request has more than one token.
+        """
+        if not self._alone:
+            return None
+        [run] = self._runs
+        states = self._pool.layer(layer)
+        out = advance(Slots(states, run.slots))
+        run.save(states)
         return out

@@ -14,17 +14,20 @@ Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.state.contracts import DeltaShape, DeltaWeights, Slots, StateSteps
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
 from sapwood_worker.model.layers.norm import AnyNorm
 from sapwood_worker.model.layers.rotary import Angles
 from sapwood_worker.model.layers.state.state_layer import StateLayer, convolve, decays
+from sapwood_worker.model.pools.state_pool import StatePlan
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 
 CHUNK = 64
@@ -121,6 +124,9 @@ class GatedDeltaNet(StateLayer):
         self._convolution = empty(sum(span.size for span in self._spans.values()), 1, config.taps)
         self._decay, self._bias = empty(self._of_heads.size), empty(self._of_heads.size)
         self._norm = empty(config.value_dim)
+        self._ops = context.ops
+        self._weights = DeltaWeights(self._convolution[:, 0], self._decay, self._bias, self._norm)
+        self._shape = DeltaShape(self._heads, shared, keys, config.value_dim, config.taps, config.joined, config.eps)
 
     def slots(self) -> WeightSlots:
         split = torch.split(self._convolution, [span.size for span in self._spans.values()])
@@ -143,28 +149,42 @@ class GatedDeltaNet(StateLayer):
     ) -> Tensor:
         assert plan.states is not None
         normed = hidden if norm is None else norm(hidden)
-        qkv, z, b, a = self._split(self.inputs(normed, None), self.factors(normed, None))
+        inputs, factors = self.inputs(normed, None), self.factors(normed, None)
+        out = None
+        if (steps := self._ops.state_steps) is not None:
+            out = plan.states.step(self._index, partial(self._step, steps, inputs, factors))
+        if out is None:
+            out = self._mixed(inputs, factors, plan.states)
+        result: Tensor = self.output(out, None, residual)
+        return result
+
+    def _step(self, steps: StateSteps, inputs: Tensor, factors: Tensor, slots: Slots) -> Tensor:
+        return steps.delta(inputs, factors, slots, self._weights, self._shape)
+
+    def _mixed(self, joined: Tensor, factors: Tensor, states: StatePlan) -> Tensor:
+        """The output before the last projection of what the first ones give: [T, value heads * value_dim]."""
+        qkv, z, b, a = self._split(joined, factors)
         beta = b.float().sigmoid()
         decay = -self._decay.exp() * F.softplus(a.float() + self._bias)
         width = self._heads * self._config.shared * self._config.value_dim
         inputs = torch.cat((qkv.float(), beta, decay), 1)
-        mixed = plan.states.scan(self._index, inputs, width, self._scan)
-        gated = gated_norm(mixed.view(-1, self._config.value_dim), z, self._norm, self._config.eps)
-        result: Tensor = self.output(gated.view(len(hidden), -1).to(hidden.dtype), None, residual)
+        mixed = states.scan(self._index, inputs, width, self._scan)
+        heads = self._heads * self._config.shared
+        result: Tensor = self._ops.gated_norm(mixed, z, self._norm, self._config.eps, heads, "norm first", joined.dtype)
         return result
 
     def _split(self, joined: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The convolution's inputs [T, channels], the gates [T * value heads, value_dim], strengths and decays' inputs [T, value
-        heads]."""
+        """The convolution's inputs [T, channels], the gates [T, value heads * value_dim], strengths and decays' inputs
+        [T, value heads]."""
         config, heads = self._config, self._heads
         keys, values = config.key_dim, config.shared * config.value_dim
         if config.joined:
             q, k, v, z = torch.split(joined.view(len(joined), heads, -1), [keys, keys, values, values], 2)
             b, a = factors.view(len(joined), heads, -1).chunk(2, 2)
-            return torch.cat([each.flatten(1) for each in (q, k, v)], 1), _rows(z, config), b.flatten(1), a.flatten(1)
+            return torch.cat([each.flatten(1) for each in (q, k, v)], 1), z.flatten(1), b.flatten(1), a.flatten(1)
         qkv, z = torch.split(joined, [heads * (2 * keys + values), heads * values], 1)
         b, a = factors.chunk(2, 1)
-        return qkv, _rows(z, config), b, a
+        return qkv, z, b, a
 
     def _scan(self, inputs: Tensor, states: Tensor, slots: Tensor) -> Tensor:
         config, heads, shared = self._config, self._heads, self._config.shared
@@ -182,16 +202,6 @@ class GatedDeltaNet(StateLayer):
         out, memory = delta_rule(q * config.key_dim**-0.5, k, v, decay, beta, memory)
         states.index_copy_(0, slots, torch.cat((last.flatten(1), memory.flatten(1)), 1))
         return out.flatten(2)
-
-
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of rows, float32 [N, D], then times ``weight`` and ``silu(gate)``."""
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return normed * weight * F.silu(gate.float())
-
-
-def _rows(z: Tensor, config: GatedDeltaConfig) -> Tensor:
-    return z.reshape(-1, config.value_dim)
 
 
 def _normalised(x: Tensor) -> Tensor:

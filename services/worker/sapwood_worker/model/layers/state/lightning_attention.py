@@ -9,11 +9,13 @@ Source: Qin et al., "Lightning Attention-2", 2024; MiniMax, "MiniMax-01", 2025.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.state.contracts import Slots, SpaceShape, StateSteps
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
@@ -76,7 +78,7 @@ class LightningAttention(StateLayer):
         self.gate = ColumnLinear(hidden_size, {"output_gate": self._inner}, False, context)
         self.output = RowLinear(self._inner, "out_proj", hidden_size, False, context)
         self.ranks = self.output.ranks
-        self._group = context.split_over
+        self._group, self._ops = context.split_over, context.ops
         self._norm = torch.empty(self._inner.size, dtype=torch.float32, device=context.device)
         self._rates = config.rates(index)[self._own.slice].to(context.device)
 
@@ -93,15 +95,24 @@ class LightningAttention(StateLayer):
     ) -> Tensor:
         assert plan.states is not None
         normed = hidden if norm is None else norm(hidden)
-        qkv = F.silu(self.inputs(normed, None)).float()
-        mixed = plan.states.scan(self._index, qkv, self._inner.size, self._scan)
-        means = mixed.square().sum(-1, keepdim=True) / self._inner.total
-        if self._group is not None:
-            means = self._group.all_reduce(means)
-        mixed = mixed * torch.rsqrt(means + _EPS) * self._norm
-        out = mixed * self.gate(normed, None).float().sigmoid()
-        result: Tensor = self.output(out.to(hidden.dtype), None, residual)
+        qkv, gate = self.inputs(normed, None), self.gate(normed, None)
+        mixed = None
+        if (steps := self._ops.state_steps) is not None:
+            mixed = plan.states.step(self._index, partial(self._step, steps, qkv))
+        if mixed is None:
+            mixed = plan.states.scan(self._index, F.silu(qkv).float(), self._inner.size, self._scan)
+        if self._group is None:
+            out = self._ops.gated_norm(mixed, gate, self._norm, _EPS, 1, "norm first", hidden.dtype, sigmoid=True)
+        else:
+            means = self._group.all_reduce(mixed.square().sum(-1, keepdim=True) / self._inner.total)
+            mixed = mixed * torch.rsqrt(means + _EPS) * self._norm
+            out = (mixed * gate.float().sigmoid()).to(hidden.dtype)
+        result: Tensor = self.output(out, None, residual)
         return result
+
+    def _step(self, steps: StateSteps, qkv: Tensor, slots: Slots) -> Tensor:
+        heads, dim = self._own.size, self._config.dim
+        return steps.linear(qkv, slots, self._rates, SpaceShape(heads, heads, dim, dim))
 
     def _scan(self, inputs: Tensor, states: Tensor, slots: Tensor) -> Tensor:
         size, count, _ = inputs.shape

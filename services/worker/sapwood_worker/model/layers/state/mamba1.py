@@ -13,11 +13,13 @@ Source: Gu and Dao, "Mamba", 2023; Lieber et al., "Jamba", 2024.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.state.contracts import Slots, StateSteps
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
@@ -93,7 +95,7 @@ class Mamba1(StateLayer):
                 ("dt_layernorm", config.rank), ("b_layernorm", config.state_size), ("c_layernorm", config.state_size),
             )
         )  # fmt: skip
-        self._dtype = context.dtype
+        self._dtype, self._ops = context.dtype, context.ops
 
         def empty(*sizes: int) -> Tensor:
             return torch.empty(*sizes, dtype=torch.float32, device=context.device)
@@ -123,10 +125,29 @@ class Mamba1(StateLayer):
     ) -> Tensor:
         assert plan.states is not None
         x, gate = self.inputs(hidden, norm).chunk(2, 1)
-        mixed = plan.states.scan(self._index, x.float(), self._own.size, self._scan)
-        out = (mixed * F.silu(gate.float())).to(hidden.dtype)
+        out = None
+        if (steps := self._ops.state_steps) is not None:
+            out = plan.states.step(self._index, partial(self._step, steps, x, gate))
+        if out is None:
+            mixed = plan.states.scan(self._index, x.float(), self._own.size, self._scan)
+            out = (mixed * F.silu(gate.float())).to(hidden.dtype)
         result: Tensor = self.output(out, None, residual)
         return result
+
+    def _step(self, steps: StateSteps, x: Tensor, gate: Tensor, slots: Slots) -> Tensor:
+        x = steps.convolve(x, slots, self._convolution[:, 0], self._bias)
+        offset = self._own.size * (self._config.taps - 1)
+        return steps.selective(x, *self._projected(x), gate, slots, offset, self._decay, self._skip)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the convolved inputs, float32 [T, channels]: steps before softplus [T, channels], b and c [T, state_size]."""
+        rank, size = self._config.rank, self._config.state_size
+        step, b, c = torch.split(self.chosen(x.to(self._dtype)), [rank, size, size], 1)
+        return (
+            self.steps(self.step_norm(step.contiguous()), None),
+            self.b_norm(b.contiguous()),
+            self.c_norm(c.contiguous()),
+        )
 
     def _scan(self, inputs: Tensor, states: Tensor, slots: Tensor) -> Tensor:
         config, own = self._config, self._own.size
@@ -136,12 +157,8 @@ class Mamba1(StateLayer):
         before, memory = torch.split(known, [kept, known.shape[1] - kept], 1)
         convolved, last = convolve(inputs, before.view(size, own, -1), self._convolution[:, 0], self._bias)
         x = F.silu(convolved)
-        chosen = self.chosen(x.flatten(0, 1).to(self._dtype))
-        step, b, c = torch.split(chosen, [config.rank, config.state_size, config.state_size], 1)
-        step = F.softplus(self.steps(self.step_norm(step.contiguous()), None).float()).view(size, count, own, 1)
-        b, c = (
-            norm(each.contiguous()).float().view(size, count, -1) for norm, each in ((self.b_norm, b), (self.c_norm, c))
-        )
+        step, b, c = (each.float().view(size, count, -1) for each in self._projected(x.flatten(0, 1)))
+        step = F.softplus(step)[..., None]
         rates = -self._decay.exp()
         memory = memory.view(size, own, config.state_size)
         outs = []

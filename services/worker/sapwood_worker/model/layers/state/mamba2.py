@@ -14,12 +14,14 @@ Source: Dao and Gu, "Transformers are SSMs", 2024.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.state.contracts import GateOrder, Slots, SpaceShape, StateSteps
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
@@ -135,6 +137,7 @@ class Mamba2(StateLayer):
         self._convolution = empty(sum(span.size for span in self._convolved.values()), 1, config.taps)
         self._convolution_bias = empty(len(self._convolution)) if config.convolution_bias else None
         self._decay, self._step, self._skip = (empty(self._heads.size) for _ in range(3))
+        self._ops = context.ops
         self._norm = None if config.norm == "none" else empty(inner.size)
         scales = [torch.full((size,), scale) for size, scale in zip(self._sizes, config.scales, strict=True)]
         self._scales = None if set(config.scales) == {1.0} else torch.cat(scales).to(context.device)
@@ -174,22 +177,27 @@ class Mamba2(StateLayer):
         if self._scales is not None:
             projected = projected * self._scales.to(projected.dtype)
         gate, inputs = torch.split(projected, [self._inner.size, sum(self._sizes[1:])], 1)
-        mixed = plan.states.scan(self._index, inputs.float(), self._inner.size, self._scan)
-        out = self._gated(mixed, gate.float()).to(hidden.dtype)
+        mixed = None
+        if (steps := self._ops.state_steps) is not None:
+            mixed = plan.states.step(self._index, partial(self._step_by, steps, inputs))
+        if mixed is None:
+            mixed = plan.states.scan(self._index, inputs.float(), self._inner.size, self._scan)
+        order: GateOrder = "norm first" if config.norm == "before" else "gate first"
+        out = self._ops.gated_norm(mixed, gate, self._norm, config.eps, self._groups, order, hidden.dtype)
         if config.output_scale != 1.0:
             out = out * config.output_scale  # the projection behind has no bias then
         result: Tensor = self.output(out, None, residual)
         return result
 
-    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        if self._norm is None:
-            return mixed * F.silu(gate)
-        if self._config.norm == "behind":
-            mixed = mixed * F.silu(gate)
-        groups = mixed.view(len(mixed), self._groups, -1)
-        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self._config.eps)
-        normed = normed.view_as(mixed) * self._norm
-        return normed if self._config.norm == "behind" else normed * F.silu(gate)
+    def _step_by(self, steps: StateSteps, inputs: Tensor, slots: Slots) -> Tensor:
+        config, channels = self._config, len(self._convolution)
+        xbc, step = torch.split(inputs, [channels, self._heads.size], 1)
+        convolved = steps.convolve(xbc, slots, self._convolution[:, 0], self._convolution_bias)
+        shape = SpaceShape(self._heads.size, self._groups, config.head_dim, config.state_size)
+        return steps.space(
+            convolved, step, slots, channels * (config.taps - 1), self._decay, self._step, self._skip, config.step_limits,
+            shape,
+        )  # fmt: skip
 
     def _scan(self, inputs: Tensor, states: Tensor, slots: Tensor) -> Tensor:
         config, heads, groups = self._config, self._heads.size, self._groups

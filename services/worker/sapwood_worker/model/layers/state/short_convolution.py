@@ -6,10 +6,12 @@ Source: Liquid AI, "LFM2 Technical Report", 2025.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from sapwood_kernels.state.contracts import Slots, StateSteps
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
@@ -65,6 +67,7 @@ class ShortConvolution(StateLayer):
         self.inputs = ColumnLinear(hidden_size, inputs, config.bias, context)
         self.output = RowLinear(channels, "out_proj", hidden_size, config.bias, context)
         self.ranks = self.output.ranks
+        self._ops = context.ops
         count = channels.size
         self._weight = torch.empty(count, 1, config.taps, dtype=torch.float32, device=context.device)
         self._bias = torch.empty(count, dtype=torch.float32, device=context.device) if config.bias else None
@@ -85,10 +88,18 @@ class ShortConvolution(StateLayer):
         residual: Tensor | None = None,
     ) -> Tensor:
         assert plan.states is not None
-        before, after, x = self.inputs(hidden, norm).chunk(3, -1)
-        mixed = after * plan.states.scan(self._index, before * x, self._channels.size, self._scan)
+        inputs = self.inputs(hidden, norm)
+        mixed = None
+        if (steps := self._ops.state_steps) is not None:
+            mixed = plan.states.step(self._index, partial(self._step, steps, inputs))
+        if mixed is None:
+            before, after, x = inputs.chunk(3, -1)
+            mixed = after * plan.states.scan(self._index, before * x, self._channels.size, self._scan)
         result: Tensor = self.output(mixed, None, residual)
         return result
+
+    def _step(self, steps: StateSteps, inputs: Tensor, slots: Slots) -> Tensor:
+        return steps.convolve_gated(inputs, slots, self._weight[:, 0], self._bias)
 
     def _scan(self, x: Tensor, states: Tensor, slots: Tensor) -> Tensor:
         known = states.index_select(0, slots).view(len(slots), self._channels.size, -1)

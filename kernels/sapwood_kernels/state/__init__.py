@@ -1,0 +1,1 @@
+"""Kernels of layers that keep a state for each request: steps of one token a request, chunks of prompts, and the norm behind."""

@@ -7,6 +7,7 @@ computed once, whatever the shape in which the client gave them. O(tokens of all
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from sapwood_common.contract.limits import MOST_SCORED, MOST_SCORED_TOKENS
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnimplementedError
+from sapwood_net.pacing.steps import Steps, in_turns
 from sapwood_router.flow.client import Client
 from sapwood_router.flow.generation import Generation, Pipeline
 from sapwood_router.request.caller import Caller
@@ -32,11 +34,13 @@ from sapwood_router.request.context import (
 )
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output import OutputOptions
-from sapwood_router.request.validation import MOST_TOGETHER, extent
+from sapwood_router.request.tokens import TokenIds
+from sapwood_router.request.validation import MOST_TOGETHER, check_token_ids, extent
 
 MOST_PATHS = 1024
 DEEPEST = 32
 FIELD = "continuations"
+_TOKENS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,100 +131,101 @@ async def score(pipeline: Pipeline, request: ScoreRequest) -> Scores:
     sequences = [[*heads, *each] for each in tokens]
     if texts:
         sequences = await _encoded(pipeline, request, alone, texts)
-    starts = [min(_common(heads, each), len(each) - 1) for each in sequences]
-    begun = _Tree(sequences, starts)
-    trees = [begun]
-    asked = [_context(request, TokenPrompt(begun.prompt), begun.nodes, alone)]
-    if request.unconditional:
-        bare: dict[int, list[int]] = {}
-        for index, (each, start) in enumerate(zip(sequences, starts, strict=True)):
-            if len(each) - start > 1:
-                bare.setdefault(each[start], []).append(index)
-        groups = list(bare.values())
-        for group in groups:
-            tree = _Tree([sequences[index][starts[index] :] for index in group], [1] * len(group))
-            trees.append(tree)
-            asked.append(_context(request, TokenPrompt(tree.prompt), tree.nodes))
-    for tree in trees:
-        if sum(len(node.token_ids) for node in tree.nodes) > MOST_SCORED_TOKENS or len(tree.nodes) > MOST_SCORED:
-            raise InvalidArgumentError(f"the continuations have more than {MOST_SCORED_TOKENS} tokens", field=FIELD)
+    stint = pipeline.heavy.stint(request.caller.tenant)
+    planned = await in_turns(_plan(heads, sequences, unconditional=request.unconditional), stint)
+    asked = [_context(request, TokenPrompt(planned.begun.prompt), planned.begun.nodes, alone)]
+    asked += [_context(request, TokenPrompt(tree.prompt), tree.nodes) for tree in planned.bare.values()]
     found = await _run(pipeline, asked)
-    without: dict[int, list[float]] = {}
-    if request.unconditional:
-        for group, tree, logprobs in zip(groups, trees[1:], found[1:], strict=True):
-            without |= {index: [0.0, *tree.of(place, logprobs)] for place, index in enumerate(group)}
     return Scores(
-        [
-            Path(
-                texts[index] if texts else "",
-                each[starts[index] :],
-                begun.of(index, found[0]),
-                without.get(index, [0.0]) if request.unconditional else [],
-            )
-            for index, each in enumerate(sequences)
-        ],
+        await in_turns(_paths(sequences, texts, planned, found, unconditional=request.unconditional), stint),
         sum(len(context.token_ids) for context in asked),
         sum(context.cached_tokens for context in asked),
-        sum(len(context.token_ids) - context.cached_tokens for context in asked) + sum(tree.computed for tree in trees),
+        sum(len(context.token_ids) - context.cached_tokens for context in asked)
+        + sum(tree.computed for tree in (planned.begun, *planned.bare.values())),
         asked[0].public_model,
         asked,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What workers are asked.
+
+    Attributes:
+        starts: Where each sequence's continuation starts.
+        begun: All sequences.
+        bare: By their first token those that are asked for without the prompt, too.
+        members: Which sequences these are, in the order in which the tree has them.
+    """
+
+    starts: list[int]
+    begun: _Tree
+    bare: dict[int, _Tree]
+    members: dict[int, list[int]]
+
+
+def _plan(heads: Sequence[int], sequences: Sequence[Sequence[int]], *, unconditional: bool) -> Steps[_Plan]:
+    starts: list[int] = []
+    for each in sequences:
+        starts.append(min(_common(heads, each), len(each) - 1))
+        yield
+    begun = yield from _tree(sequences, starts)
+    members: dict[int, list[int]] = {}
+    if unconditional:
+        for index, (each, start) in enumerate(zip(sequences, starts, strict=True)):
+            if len(each) - start > 1:
+                members.setdefault(each[start], []).append(index)
+    bare: dict[int, _Tree] = {}
+    for first, group in members.items():
+        bare[first] = yield from _tree([sequences[index][starts[index] :] for index in group], [1] * len(group))
+    return _Plan(starts, begun, bare, members)
+
+
+def _paths(
+    sequences: Sequence[Sequence[int]],
+    texts: Sequence[str],
+    planned: _Plan,
+    found: Sequence[Sequence[float]],
+    *,
+    unconditional: bool,
+) -> Steps[list[Path]]:
+    without: dict[int, list[float]] = {}
+    for (first, tree), logprobs in zip(planned.bare.items(), found[1:], strict=True):
+        for place, index in enumerate(planned.members[first]):
+            without[index] = [0.0, *tree.of(place, logprobs)]
+            yield
+    paths: list[Path] = []
+    for index, each in enumerate(sequences):
+        paths.append(
+            Path(
+                texts[index] if texts else "",
+                [*each[planned.starts[index] :]],
+                planned.begun.of(index, found[0]),
+                without.get(index, [0.0]) if unconditional else [],
+            )
+        )
+        yield
+    return paths
 
 
 class _Tree:
     """Token sequences as a prompt and a tree.
 
     Args:
-        sequences: Each with at least one token after the prompt.
-        starts: From which token of each on log probabilities are wanted.
-
-    Attributes:
         prompt: What all begin with, as far as no log probability is wanted.
         nodes: The tree, without nodes that have one child only.
         computed: How many of its tokens a worker computes.
+        numbers: Of each sequence, from the first token on whose log probability is wanted: its tokens' places among all tokens
+            of all nodes.
     """
 
-    def __init__(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        first = sequences[0]
-        length = min(starts)
-        for each in sequences[1:]:
-            length = min(length, _common(first, each))
-        length = max(1, length)
-        self.prompt = [*first[:length]]
-        if sum(len(each) - length for each in sequences) > MOST_PATHS * MOST_SCORED_TOKENS // 64:
-            raise InvalidArgumentError("the continuations have too many tokens", field=FIELD)
-        self._starts = [max(1, start) - length for start in starts]
-        children: list[dict[int, int]] = [{}]
-        above = [0]
-        trails: list[list[int]] = []
-        for each in sequences:
-            at, trail = 0, []
-            for token in each[length:]:
-                below = children[at].get(token)
-                if below is None:
-                    below = children[at][token] = len(children)
-                    children.append({})
-                    above.append(at)
-                at = below
-                trail.append(at)
-            trails.append(trail)
-        tokens = {below: token for each in children for token, below in each.items()}
-        nodes: list[tuple[int, list[int]]] = []
-        node_of, place_of = [-1] * len(children), [0] * len(children)
-        for at in range(1, len(children)):
-            parent = above[at]
-            if parent and len(children[parent]) == 1:
-                node_of[at], place_of[at] = node_of[parent], place_of[parent] + 1
-            else:
-                node_of[at] = len(nodes)
-                nodes.append((node_of[parent], []))
-            nodes[node_of[at]][1].append(tokens[at])
-        firsts = [0]
-        for _, ids in nodes:
-            firsts.append(firsts[-1] + len(ids))
-        self.nodes = [ScoreNode(parent, tuple(ids)) for parent, ids in nodes]
-        self.computed = sum(map(bool, children[1:]))
-        self._numbers = [[firsts[node_of[at]] + place_of[at] for at in trail] for trail in trails]
+    def __init__(
+        self, prompt: list[int], nodes: list[ScoreNode], computed: int, numbers: Sequence[Sequence[int]]
+    ) -> None:
+        self.prompt = prompt
+        self.nodes = nodes
+        self.computed = computed
+        self._numbers = numbers
 
     def of(self, index: int, logprobs: Sequence[float]) -> list[float]:
         """The log probabilities of a sequence, from its start on.
@@ -229,7 +234,72 @@ class _Tree:
             index: The sequence's.
             logprobs: Of all tokens of all nodes.
         """
-        return [logprobs[number] for number in self._numbers[index][self._starts[index] :]]
+        return [logprobs[number] for number in self._numbers[index]]
+
+
+def _tree(sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Steps[_Tree]:
+    """Makes a tree. Its tokens are counted while it grows: of what is too much no more is made than may be.
+
+    Args:
+        sequences: Each with at least one token after the prompt.
+        starts: From which token of each on log probabilities are wanted.
+
+    Raises:
+        InvalidArgumentError: It has too many tokens.
+    """
+    first = sequences[0]
+    length = min(starts)
+    for each in sequences[1:]:
+        length = min(length, _common(first, each))
+    length = max(1, length)
+    if sum(len(each) - length for each in sequences) > MOST_PATHS * MOST_SCORED_TOKENS // 64:
+        raise InvalidArgumentError("the continuations have too many tokens", field=FIELD)
+    children: list[dict[int, int]] = [{}]
+    above, tokens = [0], [0]
+    trails: list[array[int]] = []
+    for each, start in zip(sequences, starts, strict=True):
+        at, trail = 0, array("I")
+        for place, token in enumerate(each[length:], length):
+            below = children[at].get(token)
+            if below is None:
+                if len(children) > MOST_SCORED_TOKENS:
+                    raise InvalidArgumentError(
+                        f"the continuations have more than {MOST_SCORED_TOKENS} tokens", field=FIELD
+                    )
+                below = children[at][token] = len(children)
+                children.append({})
+                above.append(at)
+                tokens.append(token)
+            at = below
+            if place >= start:
+                trail.append(at)
+            if place % _TOKENS_AT_ONCE == 0:
+                yield
+        trails.append(trail)
+        yield
+    nodes: list[tuple[int, list[int]]] = []
+    node_of, place_of = [-1] * len(children), [0] * len(children)
+    for at in range(1, len(children)):
+        parent = above[at]
+        if parent and len(children[parent]) == 1:
+            node_of[at], place_of[at] = node_of[parent], place_of[parent] + 1
+        else:
+            node_of[at] = len(nodes)
+            nodes.append((node_of[parent], []))
+        nodes[node_of[at]][1].append(tokens[at])
+        if at % _TOKENS_AT_ONCE == 0:
+            yield
+    if len(nodes) > MOST_SCORED:
+        raise InvalidArgumentError(f"the tree of the continuations has more than {MOST_SCORED} nodes", field=FIELD)
+    firsts = [0]
+    for _, ids in nodes:
+        firsts.append(firsts[-1] + len(ids))
+    numbers: list[array[int]] = []
+    for trail in trails:
+        numbers.append(array("I", (firsts[node_of[at]] + place_of[at] for at in trail)))
+        yield
+    computed = sum(map(bool, children[1:]))
+    return _Tree([*first[:length]], [ScoreNode(parent, tuple(ids)) for parent, ids in nodes], computed, numbers)
 
 
 class _Ends(Client):
@@ -300,6 +370,7 @@ def _flat(branches: Sequence[Branch]) -> tuple[list[str], list[tuple[int, ...]]]
         if branch.text:
             texts.append(text + branch.text)
         else:
+            check_token_ids(branch.token_ids, name)
             tokens.append((*ids, *branch.token_ids))
         total += len(texts[-1]) if branch.text else len(tokens[-1])
         if len(texts) + len(tokens) > MOST_PATHS or total > MOST_TOGETHER:
@@ -334,11 +405,19 @@ async def _encoded(
             )
         except SapwoodError as error:
             raise to_client_field(error, request.fields) from error
-        return [[*each] for each in found]
+        return await in_turns(_lists(found), pipeline.heavy.stint(caller.tenant))
     contexts = [_context(request, _longer(prompt, text)) for text in texts]
     for context in contexts:  # one after another: each may hold pictures
         await pipeline.prepare(context)
     return [[*context.token_ids] for context in contexts]
+
+
+def _lists(sequences: Sequence[TokenIds]) -> Steps[list[list[int]]]:
+    made: list[list[int]] = []
+    for each in sequences:
+        made.append([*each])
+        yield
+    return made
 
 
 def _longer(prompt: TextPrompt | ChatPrompt, text: str) -> Prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -78,9 +77,7 @@ async def score_tree(exchange: Exchange, body: bytes, pipeline: Pipeline, deadli
     wanted = scores.ScoreRequest(
         request_id=exchange.request_id,
         prompt=prompt,
-        continuations=[
-            _branch(each, f"{scores.FIELD}[{index}]", 1) for index, each in enumerate(request.continuations)
-        ],
+        continuations=_Branches().read(request.continuations, scores.FIELD),
         fields=fields,
         deadline=exchange.sooner(deadline),
         caller=exchange.caller(request, given),
@@ -132,25 +129,46 @@ async def _prompt(exchange: Exchange, request: ScoreTreeRequest) -> tuple[Prompt
     raise InvalidArgumentError("a prompt is a text or token ids", field="prompt")
 
 
-def _branch(given: Any, name: str, depth: int) -> scores.Branch:
-    if depth > scores.DEEPEST:
-        raise InvalidArgumentError(f"at most {scores.DEEPEST} levels", field=name)
-    if isinstance(given, str):
-        return scores.Branch(given)
-    if isinstance(given, list) and given and are_tokens(given):
-        return scores.Branch(token_ids=tuple(given))
-    if not isinstance(given, dict):
-        raise InvalidArgumentError("a continuation is a text, token ids, or an object with one of them", field=name)
-    unknown = next((key for key in given if key not in ("text", "token_ids", "next")), None)
-    if unknown is not None:
-        raise InvalidArgumentError(f"{str(unknown)[:40]!r} is not known", field=name)
-    text, ids, below = given.get("text"), given.get("token_ids"), given.get("next") or []
-    if text is not None and not isinstance(text, str):
-        raise InvalidArgumentError("it is a text", field=f"{name}.text")
-    if ids is not None and not (isinstance(ids, list) and ids and are_tokens(ids)):
-        raise InvalidArgumentError("it is a list of token ids", field=f"{name}.token_ids")
-    if not isinstance(below, list):
-        raise InvalidArgumentError("it is a list of continuations", field=f"{name}.next")
-    make = partial(_branch, depth=depth + 1)
-    children = tuple(make(each, f"{name}.next[{index}]") for index, each in enumerate(below))
-    return scores.Branch(text or "", tuple(ids or ()), children)
+class _Branches:
+    """Reads continuations. They are counted as they are read."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def read(self, given: list[Any], name: str, depth: int = 1) -> tuple[scores.Branch, ...]:
+        """Some continuations of one beginning.
+
+        Args:
+            given: They, as the client gives them.
+            name: The client's name of the list.
+            depth: How many levels it makes.
+
+        Raises:
+            InvalidArgumentError: One is none, or there are too many or too many levels.
+        """
+        self._count += len(given)
+        if self._count > scores.MOST_PATHS:
+            raise InvalidArgumentError(f"at most {scores.MOST_PATHS} continuations", field=scores.FIELD)
+        if depth > scores.DEEPEST:
+            raise InvalidArgumentError(f"at most {scores.DEEPEST} levels", field=name)
+        return tuple(self._branch(each, f"{name}[{index}]", depth) for index, each in enumerate(given))
+
+    def _branch(self, given: Any, name: str, depth: int) -> scores.Branch:
+        if isinstance(given, str):
+            return scores.Branch(given)
+        if isinstance(given, list) and given and are_tokens(given):
+            return scores.Branch(token_ids=tuple(given))
+        if not isinstance(given, dict):
+            raise InvalidArgumentError("a continuation is a text, token ids, or an object with one of them", field=name)
+        unknown = next((key for key in given if key not in ("text", "token_ids", "next")), None)
+        if unknown is not None:
+            raise InvalidArgumentError(f"{str(unknown)[:40]!r} is not known", field=name)
+        text, ids, below = given.get("text"), given.get("token_ids"), given.get("next") or []
+        if text is not None and not isinstance(text, str):
+            raise InvalidArgumentError("it is a text", field=f"{name}.text")
+        if ids is not None and not (isinstance(ids, list) and ids and are_tokens(ids)):
+            raise InvalidArgumentError("it is a list of token ids", field=f"{name}.token_ids")
+        if not isinstance(below, list):
+            raise InvalidArgumentError("it is a list of continuations", field=f"{name}.next")
+        children = self.read(below, f"{name}.next", depth + 1) if below else ()
+        return scores.Branch(text or "", tuple(ids or ()), children)

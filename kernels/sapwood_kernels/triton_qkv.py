@@ -100,6 +100,7 @@ def norm_rope_store(
     norm_weights: tuple[Tensor, Tensor] | None,
     eps: float,
     pairs: RotaryPairs | None = None,
+    heads_together: int | None = None,
 ) -> Tensor:
     """Norms and rotates query and key heads, writes keys and values to the cache, returns the query heads.
 
@@ -115,6 +116,7 @@ def norm_rope_store(
         norm_weights: float32 [D] for query heads and for key heads; None: no norm.
         eps: Added to the mean square in the norms.
         pairs: Which numbers are rotated together; None: the halves of a head.
+        heads_together: Heads of a program, a power of 2; None: by the number of tokens.
 
     Returns:
         [T, H, D].
@@ -126,7 +128,8 @@ def norm_rope_store(
     q_weight, k_weight = norm_weights if norm_weights is not None else (cos, cos)
     heads = num_heads + 2 * kv_heads
     pairs = pairs or RotaryPairs(dim, dim)
-    block = 1 if tokens <= _FEW_TOKENS else min(max(1, _ELEMENTS // dim), triton.next_power_of_2(heads))
+    fitting = 1 if tokens <= _FEW_TOKENS else min(max(1, _ELEMENTS // dim), triton.next_power_of_2(heads))
+    block = heads_together or fitting
     _qkv_kernel[(tokens, triton.cdiv(heads, block))](
         qkv, query, key_pages, value_pages, slots, cos, sin, q_weight, k_weight, eps, 1.0 / scales[0], 1.0 / scales[1],
         *key_pages.stride()[:3],

@@ -30,7 +30,7 @@ def _prefill_kernel(
     page_stride, slot_stride, head_stride,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, SUMS: tl.constexpr, FLOAT8: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     request, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -63,6 +63,9 @@ def _prefill_kernel(
     at = oldest_seen(before, WINDOW) if WINDOW != 0 else 0
     # Without a window all tokens of the tile see the keys up to its first token's; or all of them.
     whole = at if WINDOW != 0 else (before + 1 if CAUSAL else length) // BLOCK * BLOCK
+    if ALIKE:  # blocks begin at the same keys for all tiles, and are all computed as those with a mask
+        at = at // BLOCK * BLOCK
+        whole = at
     if STAGES > 0:
         if WINDOW == 0:
             for block in tl.range(at, whole, BLOCK, num_stages=STAGES):
@@ -175,6 +178,7 @@ def prefill_attention(
     out: Tensor | None = None,
     causal: bool = True,
     sums: Tensor | None = None,
+    alike_rows: int | None = None,
 ) -> Tensor:
     """Computes ``reference.paged_attention``; does not wait for the device.
 
@@ -193,6 +197,8 @@ def prefill_attention(
         causal: Whether the tokens are the last ones of their request, and see the tokens before them; else they see all of its
             keys (at least one), without a window.
         sums: float32 [T, H]: gets the logarithms, to base 2, of the sums of weights.
+        alike_rows: Rows of a tile, with which a token's result is the same to the bit in whatever tile it stands; None:
+            :func:`tile_rows`, and results that may differ by rounding.
 
     Returns:
         [T, H, D].
@@ -203,7 +209,7 @@ def prefill_attention(
     assert key_pages.stride() == value_pages.stride() and key_pages.stride(3) == 1, "keys and values lie differently"
     group = heads // kv_heads
     out = torch.empty_like(query) if out is None else out
-    rows = tile_rows(group, dim, query.dtype)
+    rows = alike_rows or tile_rows(group, dim, query.dtype)
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (0, 0)
     block, stages = key_blocks(dim, query.dtype, capability)
     _prefill_kernel[(len(tiles), kv_heads)](
@@ -213,6 +219,6 @@ def prefill_attention(
         SINKS=sinks is not None, SUMS=sums is not None, FLOAT8=key_pages.dtype == torch.float8_e4m3fn,
         TOKENS=rows // group, ROWS=rows,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK=block,
-        STAGES=stages if query.is_cuda else 0, num_warps=num_warps(rows),
+        STAGES=stages if query.is_cuda else 0, ALIKE=alike_rows is not None, num_warps=num_warps(rows),
     )  # fmt: skip
     return out

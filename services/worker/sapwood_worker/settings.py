@@ -30,7 +30,7 @@ LINEAR_METHODS = "sapwood.linear_methods"
 QUANTIZATIONS = ("none", "fp8", "fp8_block", "fp8_tensor", "int8", "int4")
 ATTENTION_BACKENDS = "sapwood.attention_backends"
 """The group of entry points by which packages bring what computes attention: each an ``AttentionBackend``."""
-OWN_ATTENTION_BACKENDS = ("flashinfer", "triton", "native", "torch")
+OWN_ATTENTION_BACKENDS = ("flashinfer", "triton", "native", "torch", "fixed_order")
 GRAMMAR_BACKENDS = "sapwood.grammar_backends"
 """The group of entry points by which packages bring what enforces grammars: each a ``MakeBackend``."""
 OWN_GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
@@ -287,6 +287,11 @@ NEEDS = (
         lambda config: config.prefix_cache.on or config.policy.name not in ("lpm", "dfs-weight"),
         "without {prefix_cache}: it goes by what is cached",
     ),
+    Needs(
+        ("attention_backend", "shared_prefix_attention"),
+        lambda config: not config.deterministic,
+        "with {deterministic}, which has its own attention",
+    ),
     Needs(("expert_parallel",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
     Needs(
         ("pipeline_parallel.micro_batches",),
@@ -429,6 +434,12 @@ class ModelSettings(ServiceConfig):
         description="What computes attention: flashinfer, triton, native (decodes in float32 on a CPU), torch or a package's "
         "own. prefill=triton,decode=flashinfer sets it for prompts and decodes separately. auto takes the fastest that can "
         "serve the model on this device.",
+    )
+    deterministic: bool = Field(
+        False,
+        description="Compute each request the same to the bit, whatever runs beside it: tokens and log probabilities do not "
+        "depend on the batch, on hits of the prefix cache or on how prompts are cut. For models without experts, latent "
+        "attention or states, with weights in 16 bits or in float32 on a CPU, by one rank; anything else is refused by name.",
     )
     shared_prefix_attention: Literal["auto", "off"] = Field(
         "auto",

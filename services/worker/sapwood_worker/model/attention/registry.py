@@ -10,13 +10,14 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.plugins import find_part
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBackend, AttentionNeeds
+from sapwood_worker.model.attention.fixed_order import FIXED_ORDER
 from sapwood_worker.model.attention.flashinfer import FLASHINFER
 from sapwood_worker.model.attention.torch_native import NATIVE, TORCH
 from sapwood_worker.model.attention.triton import TRITON
 from sapwood_worker.settings import ATTENTION_BACKENDS as GROUP
 from sapwood_worker.settings import Half, attention_of
 
-_BACKENDS = {"flashinfer": FLASHINFER, "triton": TRITON, "native": NATIVE, "torch": TORCH}
+_BACKENDS = {"flashinfer": FLASHINFER, "triton": TRITON, "native": NATIVE, "torch": TORCH, "fixed_order": FIXED_ORDER}
 _FASTEST: dict[Half, tuple[str, ...]] = {
     "prefill": ("flashinfer", "triton", "native", "torch"),
     "decode": ("triton", "flashinfer", "native", "torch"),

@@ -166,7 +166,7 @@ class _Builder:
 
     def __init__(self, options: RunnerOptions) -> None:
         self._options = options
-        self._ops = device_ops(options.device)
+        self._ops = device_ops(options.device, fixed_order=options.deterministic)
         self._ops.tune_experts(options.expert_tuning, cache_folder() / "experts")
         self._device = self._ops.device
         self._ahead = AheadOfTimeKernels.begin(options, self._ops)
@@ -202,6 +202,11 @@ class _Builder:
         self._headless = loaded.headless
         self._family = loaded.family
         self._quantization = loaded.quantization
+        if options.deterministic and loaded.quantization != "none":
+            raise ConfigError(
+                f"--deterministic: products with weights in {loaded.quantization} depend on the batch; --stored-weights widen "
+                "reads them in the model's dtype"
+            )
         self._loras = None if not options.lora_slots else self._build_loras(loaded)
         self._pictures = self._build_pictures()
         self._weights = self._dtype_name if loaded.quantization == "none" else loaded.quantization

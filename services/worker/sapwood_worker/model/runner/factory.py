@@ -26,6 +26,7 @@ from sapwood_worker.model.families.encoders.registry import encoder_family
 from sapwood_worker.model.gpu import check_gpu, read_gpu
 from sapwood_worker.model.loader import read_config
 from sapwood_worker.model.runner.builder import build_drafted_runner, build_headed_runner, build_runner
+from sapwood_worker.model.runner.deterministic import refuse_for_determinism
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -47,6 +48,7 @@ OF_ENCODERS = (
             *(
                 "attention_backend",
                 "shared_prefix_attention",
+                "deterministic",
                 "kernels.wait",
                 "speculate",
                 "role",
@@ -64,7 +66,7 @@ OF_ENCODERS = (
         f"{_NO_CACHE}, unless it is priority",
     ),
 )
-OF_CLASSIFIERS = (Needs(("structured_output", *_GRAPHS), lambda config: False, "with a model that only classifies"),)
+OF_CLASSIFIERS = (Needs(("structured_output", "deterministic", *_GRAPHS), lambda config: False, "with a model that only classifies"),)
 
 
 _MEETING_SECONDS = 120.0
@@ -96,7 +98,9 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     if device == "cpu":
         refuse_idle(config, ON_CPU)
     if not encodes:
-        refuse_for_states(config, read_config(path)[1])
+        model = read_config(path)[1]
+        refuse_for_states(config, model)
+        refuse_for_determinism(config, model)
     if device != "cpu":
         _ready_gpu(config, device)
     if first:
@@ -197,8 +201,9 @@ def _runner_options(config: WorkerConfig, place: Place, path: Path, device: str,
         cuda_graphs=config.cuda_graphs.on,
         expert_tuning=config.kernels.tuning,
         cuda_graph_max_batch=config.cuda_graphs.max_batch,
-        attention_backend=config.attention_backend,
+        attention_backend="fixed_order" if config.deterministic else config.attention_backend,
         shared_prefix_attention=config.shared_prefix_attention == "auto",
+        deterministic=config.deterministic,
         kernels_wait=config.kernels.wait,
         threads=_threads(config, place),
         structured_output=config.structured_output.on and place.rank == 0,
@@ -208,7 +213,7 @@ def _runner_options(config: WorkerConfig, place: Place, path: Path, device: str,
         micro_batches=config.pipeline_parallel.micro_batches,
         lora_slots=config.lora_slots.slots,
         lora_rank=config.lora_slots.rank,
-        pictures=config.pictures.on,
+        pictures=config.pictures.on and not config.deterministic,
         picture_cache_bytes=int(config.pictures.cache_mb * 2**20),
         picture_host_bytes=0 if device == "cpu" else int(config.pictures.host_mb * 2**20),
         most_picture_bytes=int(config.pictures.max_mb * 2**20),

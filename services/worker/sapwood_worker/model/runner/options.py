@@ -44,6 +44,8 @@ class RunnerOptions:
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
         seed: Seed of dummy weights.
         attention_backend: As ``attention.registry.choose_backend`` takes it.
+        deterministic: Whether each row of a step is computed the same whatever rows are beside it; ``attention_backend`` is then
+            ``fixed_order``.
         shared_prefix_attention: Whether keys that decodes share are read once for all of them, if the backend can do this and it
             pays.
         kernels_wait: Whether to wait for libraries that must be compiled, instead of using a fallback backend for prompts until
@@ -90,6 +92,7 @@ class RunnerOptions:
     threads: int | None = None
     seed: int = 0
     attention_backend: str = "auto"
+    deterministic: bool = False
     shared_prefix_attention: bool = True
     kernels_wait: bool = True
     structured_output: bool = False

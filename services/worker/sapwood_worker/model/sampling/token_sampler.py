@@ -61,19 +61,19 @@ class Distribution:
     """The log softmax of some rows, kept until it is known which tokens were chosen.
 
     Args:
-        logits: float32 [S, V]; not changed, and must not be changed by others.
+        logits: float32 [S, V]; not changed.
         alternatives: K, the number of alternatives.
     """
 
     def __init__(self, logits: Tensor, alternatives: int) -> None:
-        self._logits = logits
-        self._total = logits.logsumexp(-1, keepdim=True)
-        self._top = logits.topk(alternatives, dim=-1)
+        # Not logsumexp: how torch sums on a GPU depends there on the number of rows.
+        self._logprobs = logits.log_softmax(-1)
+        self._top = logits.topk(alternatives, dim=-1).indices
 
     def of(self, tokens: Tensor) -> Logprobs:
         """The log probabilities of one token of each row, int64 [S]."""
-        chosen = self._logits.gather(1, tokens[:, None]) - self._total
-        return Logprobs(chosen[:, 0], self._top.indices, self._top.values - self._total)
+        chosen = self._logprobs.gather(1, tokens[:, None])
+        return Logprobs(chosen[:, 0], self._top, self._logprobs.gather(1, self._top))
 
 
 def join(parts: Sequence[Logprobs]) -> Logprobs:

@@ -68,7 +68,9 @@ def _share(
                 tl.load(weight_at + at, mask=inside & known[None, :], other=0.0), taken, total, input_precision="ieee"
             )
             if GATE != 0:
-                up = tl.dot(tl.load(up_at + at, mask=inside & known[None, :], other=0.0), taken, up, input_precision="ieee")
+                up = tl.dot(
+                    tl.load(up_at + at, mask=inside & known[None, :], other=0.0), taken, up, input_precision="ieee"
+                )
     else:  # Triton's interpreter cannot run such loops
         while begin < end:
             at = begin * INPUTS
@@ -78,7 +80,9 @@ def _share(
                 tl.load(weight_at + at, mask=inside & known[None, :], other=0.0), taken, total, input_precision="ieee"
             )
             if GATE != 0:
-                up = tl.dot(tl.load(up_at + at, mask=inside & known[None, :], other=0.0), taken, up, input_precision="ieee")
+                up = tl.dot(
+                    tl.load(up_at + at, mask=inside & known[None, :], other=0.0), taken, up, input_precision="ieee"
+                )
             begin += 1
     return total, up
 
@@ -174,13 +178,15 @@ class FixedOrderProduct:
         self._weight, self._bias, self._processors = weight, bias, processors
         self._tile, self._apart = tile, apart
         # Zeros between launches; as many as programs of the most that are shared out.
-        self._ended = torch.zeros(max(4 * processors, -(-len(weight) // 16) * 8), dtype=torch.int32, device=weight.device)
+        self._ended = torch.zeros(
+            max(4 * processors, -(-len(weight) // 16) * 8), dtype=torch.int32, device=weight.device
+        )
 
     def __call__(
         self,
         x: Tensor,
         *,
-        norm: None = None,
+        norm: tuple[Tensor, float] | None = None,
         gate: Gate | None = None,
         add_to: Tensor | None = None,
         dtype: torch.dtype | None = None,

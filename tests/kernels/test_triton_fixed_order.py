@@ -43,7 +43,9 @@ def test_products_are_those_of_plain_torch(count: int, inputs: int, gate: str | 
 @pytest.mark.parametrize("gate", [None, "silu"])
 @pytest.mark.parametrize(
     ("outputs", "inputs"),
-    [(128, 576), (192, 1100)] if DEVICE == "cpu" else [(4096, 4096), (4096, 14336), (28672, 4096), (6144, 4096), (1000, 1100)],
+    [(128, 576), (192, 1100)]
+    if DEVICE == "cpu"
+    else [(4096, 4096), (4096, 14336), (28672, 4096), (6144, 4096), (1000, 1100)],
 )
 def test_a_row_is_the_same_to_the_bit_beside_any_others(outputs: int, inputs: int, gate: str | None) -> None:
     torch.manual_seed(outputs)

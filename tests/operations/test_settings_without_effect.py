@@ -48,6 +48,8 @@ REFUSED = [
     (ROUTER, "--max-sessions 0,ttl=9", "--max-sessions.ttl", None),
     (ROUTER, "--max-sessions leases=0,lease_ttl=9", "--max-sessions.lease-ttl", None),
     (ROUTER, "--retry-attempts 1,budget=0.5", "--retry-attempts.budget", None),
+    (WORKER, "--deterministic --attention-backend torch", "--attention-backend", None),
+    (WORKER, "--deterministic --shared-prefix-attention off", "--shared-prefix-attention", None),
     (WORKER, "--no-prefix-cache --host-cache 1", "--host-cache", None),
     (WORKER, "--no-prefix-cache --host-cache ratio=1", "--host-cache", None),
     (WORKER, f"--no-prefix-cache {TIER} --storage file:///x", "--host-cache --storage", None),
@@ -150,6 +152,7 @@ OF_BERT = [
         "--attention-backend torch",
         "--speculate prefix",
         "--shared-prefix-attention off",
+        "--deterministic",
     ),
     *(
         "--tensor-parallel 2 --expert-parallel on,redundant=2 --all-reduce backend",

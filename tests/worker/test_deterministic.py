@@ -40,9 +40,7 @@ def answers(
     for serial in asked:
         # Every third request draws, by a seed of its own.
         temperature = 0.9 if serial % 3 == 0 else 0.0
-        sampling = SamplingParams(
-            temperature=temperature, seed=serial, max_tokens=TOKENS, ignore_eos=True, logprobs=2
-        )
+        sampling = SamplingParams(temperature=temperature, seed=serial, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
         scheduler.add(Request(serial, f"r{serial}", prompts()[serial], sampling))
     found: Answers = {serial: ([], [], []) for serial in asked}
     while scheduler.has_work:
@@ -65,7 +63,9 @@ def alone(runner: ModelRunner) -> Answers:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral-window"])
-def test_neither_batch_nor_chunks_nor_hits_nor_retractions_change_a_bit(tiny_model: Any, make_runner: Any, name: str) -> None:
+def test_neither_batch_nor_chunks_nor_hits_nor_retractions_change_a_bit(
+    tiny_model: Any, make_runner: Any, name: str
+) -> None:
     tiny = tiny_model(name)
 
     def made(**others: Any) -> ModelRunner:
@@ -96,6 +96,7 @@ def test_without_it_the_batch_does_change_log_probabilities(tiny_model: Any, mak
         ({"quantization": "int8"}, "--quantization"),
         ({"speculate": "mtp"}, "--speculate"),
         ({"lora_slots": "2"}, "--lora-slots"),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16 on a CPU"),
     ],
 )
 def test_settings_that_it_does_not_go_with_are_named(tiny_model: Any, given: dict[str, Any], named: str) -> None:

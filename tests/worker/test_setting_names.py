@@ -29,8 +29,8 @@ def test_a_malformed_attention_is_refused(setting: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "known"),
     [
-        ("attention_backend", "fa9", "auto, flashinfer, native, torch, triton"),
-        ("attention_backend", "decode=fa9", "auto, flashinfer, native, torch, triton"),
+        ("attention_backend", "fa9", "auto, fixed_order, flashinfer, native, torch, triton"),
+        ("attention_backend", "decode=fa9", "auto, fixed_order, flashinfer, native, torch, triton"),
         ("quantization", "fa9", "fp8, fp8_block, fp8_tensor, int4, int8, none"),
     ],
 )

@@ -31,5 +31,5 @@ def sixteen_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     filled = -(-count // _ROWS) * _ROWS
     if filled != count:
         x = torch.cat((x, x.new_zeros(filled - count, x.shape[1])))
-    blocks = [F.linear(block, weight, bias) for block in x.split(_ROWS)]
+    blocks = [F.linear(block, weight, bias) for block in torch.split(x, _ROWS)]
     return (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:count]

@@ -106,7 +106,7 @@ for dim, group, dtype, window, capped in (
             {**PREFILL, "query": "*" + dtype, "out": "*" + dtype, "keys": cache, "values": cache},
             prefilling.num_warps(rows), GROUP=group, D=dim, PAGE=16, CAUSAL=dim != 128, WINDOW=window, CAPPED=capped,
             SINKS=dim == 64, SUMS=dim != 256, FLOAT8="fp8" in cache, TOKENS=prefilling.tile_tokens(group, dim, TYPES[dtype]),
-            ROWS=rows, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block, STAGES=stages,
+            ROWS=rows, BLOCK_D=triton.next_power_of_2(dim), BLOCK=block, STAGES=stages, ALIKE=False,
         )
 for words, warps, stages in ((False, 4, 3), (True, 1, 2), (True, 2, 5))[: 1 + 2 * (capability >= 89)]:
     cache = "*i32" if words else "*bf16"

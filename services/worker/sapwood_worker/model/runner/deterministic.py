@@ -21,7 +21,11 @@ REFUSED = (
         lambda config: config.quantization != "none",
         "products with quantised weights are chosen by the number of rows",
     ),
-    Refusal("--lora-slots", lambda config: config.lora_slots.slots > 0, "adapters' products are chosen by the number of rows"),
+    Refusal(
+        "--lora-slots",
+        lambda config: config.lora_slots.slots > 0,
+        "adapters' products are chosen by the number of rows",
+    ),
     Refusal(
         "--speculate",
         lambda config: config.speculate not in ("auto", "prefix", "off"),
@@ -31,7 +35,7 @@ REFUSED = (
 """By flag."""
 
 
-def refuse_for_determinism(config: WorkerConfig, model: ModelConfig) -> None:
+def refuse_for_determinism(config: WorkerConfig, model: ModelConfig, device: str) -> None:
     """Refuses what would make a request's tokens depend on others.
 
     Raises:
@@ -46,5 +50,7 @@ def refuse_for_determinism(config: WorkerConfig, model: ModelConfig) -> None:
         "layers that keep states": bool(model.state_layers),
     }
     found += [f"{model.architecture} has {kind}" for kind, has in kinds.items() if has]
+    if device == "cpu" and config.dtype not in ("auto", "float32"):
+        found.append(f"--dtype {config.dtype} on a CPU: its attention computes in float32")
     if found:
         raise ConfigError(f"--deterministic does not go with {'; '.join(found)}")

@@ -66,7 +66,9 @@ OF_ENCODERS = (
         f"{_NO_CACHE}, unless it is priority",
     ),
 )
-OF_CLASSIFIERS = (Needs(("structured_output", "deterministic", *_GRAPHS), lambda config: False, "with a model that only classifies"),)
+OF_CLASSIFIERS = (
+    Needs(("structured_output", "deterministic", *_GRAPHS), lambda config: False, "with a model that only classifies"),
+)
 
 
 _MEETING_SECONDS = 120.0
@@ -100,7 +102,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     if not encodes:
         model = read_config(path)[1]
         refuse_for_states(config, model)
-        refuse_for_determinism(config, model)
+        refuse_for_determinism(config, model, device)
     if device != "cpu":
         _ready_gpu(config, device)
     if first:

@@ -10,15 +10,21 @@ batches of 1, in tokens or in any bit of a log probability; and how many do with
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+import triton
 from bench_engine import STEP_TOKENS, Engine, prompts_of
 from commit import measured_commit
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_kernels.triton_fixed_order import FixedOrderProduct, Tile, tile_of
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -44,44 +50,39 @@ def report(what: str, value: float, unit: str, **more: object) -> None:
 
 
 def products(rows: list[int], device: str) -> None:
-    """Microseconds of each layer's product by tile, and of torch's; weights do not fit in the cache together."""
-    import triton
-
-    from sapwood_kernels.triton_fixed_order import FixedOrderProduct, Tile, tile_of
-
+    """Microseconds of each layer's product by tile, and of torch's."""
     for name, (outputs, inputs) in SHAPES.items():
+        # Together they do not fit in the cache.
         weights = [torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) / 64 for _ in range(3)]
         gate = "silu" if name == "gate_up" else None
         for count in rows:
             x = torch.randn(count, inputs, device=device, dtype=torch.bfloat16)
-            wide = 64 if gate else 128
-            tiles = {tile_of(count, gated=gate is not None): None}
-            if count <= 64:
-                at = max(16, triton.next_power_of_2(count))
-                tiles |= dict.fromkeys(
-                    (Tile(at, 64, 4, 3), Tile(at, 64, 4, 4), Tile(at, 64, 4, 6), Tile(at, 128, 8, 4))
-                )
-            else:
-                tiles |= dict.fromkeys(
-                    (Tile(128, wide, 8, 3), Tile(256, wide, 8, 3), Tile(128, 64, 4, 4), Tile(256, 64, 8, 3))
-                )
-            times: dict[str, float] = {}
-            turn = iter(range(1 << 30))
-
-            def timed(call) -> float:  # type: ignore[no-untyped-def]
-                return float(triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median")) * 1000
-
-            for tile in tiles:
+            found = {"torch": _timed([partial(F.linear, x, weight) for weight in weights])}
+            for tile in _tiles(count, gated=gate is not None):
                 made = [FixedOrderProduct(weight, None, 132, tile=tile) for weight in weights]
                 try:
-                    times[str(tuple(tile))] = timed(lambda made=made: made[next(turn) % 3](x, gate=gate))
+                    found[str(tuple(tile))] = _timed([partial(product, x, gate=gate) for product in made])
                 except Exception as error:  # a tile that does not fit says so, and the others are timed
-                    times[str(tuple(tile))] = float("nan")
                     print("#", name, count, tile, type(error).__name__, str(error)[:90], flush=True)
-            times["torch"] = timed(lambda: torch.nn.functional.linear(x, weights[next(turn) % 3]))
-            kept = {tile: round(value, 1) for tile, value in times.items()}
-            report(f"product {name} {count}", min(times.values()), "us", tiles=kept, gate=gate)
-        del weights
+            report(f"product {name} {count}", min(found.values()), "us", tiles=found, gate=gate)
+
+
+def _tiles(count: int, *, gated: bool) -> list[Tile]:
+    """The tile that a product takes, and others."""
+    if count <= 64:
+        at = max(16, triton.next_power_of_2(count))
+        others = [Tile(at, 64, 4, 3), Tile(at, 64, 4, 4), Tile(at, 64, 4, 6), Tile(at, 128, 8, 4)]
+    else:
+        wide = 64 if gated else 128
+        others = [Tile(128, wide, 8, 3), Tile(256, wide, 8, 3), Tile(128, 64, 4, 4), Tile(256, 64, 8, 3)]
+    return list(dict.fromkeys([tile_of(count, gated=gated), *others]))
+
+
+def _timed(calls: list[Callable[[], object]]) -> float:
+    """Microseconds of a call; they take turns."""
+    turns = itertools.cycle(calls)
+    found = triton.testing.do_bench(lambda: next(turns)(), warmup=5, rep=25, return_mode="median")
+    return round(float(found) * 1000, 1)
 
 
 def answers(engine: Engine, prompts: list[list[int]], batch: int, length: int) -> list[Answer]:

@@ -99,11 +99,11 @@ class Engine:
         self._device = device
         started = time.perf_counter()
         self._ranks = ExitStack()
-        wanted: dict[str, Any] = dict(
-            model_path=model, load_format="dummy", dtype="bfloat16", context_length=16384,
-            kv_cache_bytes=int(kv_gb * 2**30) if kv_gb else None, max_running=max_running,
-            max_step_tokens=max_step_tokens,
-        ) | options  # fmt: skip
+        wanted: dict[str, Any] = {
+            "model_path": model, "load_format": "dummy", "dtype": "bfloat16", "context_length": 16384,
+            "kv_cache_bytes": int(kv_gb * 2**30) if kv_gb else None, "max_running": max_running,
+            "max_step_tokens": max_step_tokens, **options,
+        }  # fmt: skip
         runners = self._ranks.enter_context(group_runners(ranks, [wanted], device, stages, split, turn))
         self.runner = TimedRunner(next(runners))
         self.wait()

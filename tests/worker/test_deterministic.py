@@ -1,5 +1,5 @@
-"""``--deterministic``: tokens and log probabilities are equal to the bit whatever runs beside a request. On a GPU where there is one,
-else on the CPU."""
+"""``--deterministic``: tokens and log probabilities are equal to the bit whatever runs beside a request. On a GPU where there is
+one, else on the CPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention in which a token's result does not depend, to the bit, on what is computed beside it: neither on the other requests of
-a step, nor on how many tokens of its own prompt are computed with it.
+"""Attention in which a token's result does not depend, to the bit, on what is computed beside it: neither on other requests of a
+step, nor on how many tokens of its own prompt are computed with it.
 
 Prompts and decodes go through the same kernel with tiles of the same size, and no request's keys are shared out to several
 programs: a batch of few long requests does not fill a chip.

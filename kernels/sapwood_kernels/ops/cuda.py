@@ -66,6 +66,7 @@ from sapwood_kernels.quantised.int8 import WeightProduct
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import triton_logits, triton_sampling
 from sapwood_kernels.state.triton_gated_norm import gated_norm
+from sapwood_kernels.state.triton_prompts import TritonPrompts
 from sapwood_kernels.state.triton_steps import TritonStateSteps
 from sapwood_kernels.triton_qkv import norm_rope_store
 
@@ -130,6 +131,7 @@ class CudaOps(DeviceOps):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.state_prompts = TritonPrompts()
         self._tune: tuple[float, Path] = (0.0, Path())
         self._tables: dict[str, TileTable] = {}
         self._live: dict[int, Tensor] = {}

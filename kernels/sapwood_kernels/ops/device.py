@@ -223,6 +223,7 @@ class DeviceOps:
         tuning: Where the tiles of experts come from.
         lora_multiple: Ranks of adapters are filled up with zeros to a multiple of this.
         state_steps: Kernels that advance states by one token a row; None: layers do that in torch.
+        state_prompts: Kernels that advance states by spans; None: layers do that in torch.
     """
 
     default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -235,6 +236,7 @@ class DeviceOps:
     processors = 1
     lora_multiple = 1
     state_steps: StateSteps | None = None
+    state_prompts: StateSteps | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

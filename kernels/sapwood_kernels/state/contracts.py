@@ -1,4 +1,4 @@
-"""What the kernels of states are called with, and what computes steps of one token."""
+"""What the kernels of states are called with, and what computes steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+from sapwood_kernels.state.spans import Spans
 
 GateOrder = Literal["norm first", "gate first"]
 """How a norm and a gate follow each other."""
@@ -19,10 +21,13 @@ class Slots:
         states: float32 [slots, numbers]: a layer's, written in place. The numbers of a slot are contiguous: first the windows of
             the convolution [channels, taps - 1], if the layer has one, then the state of its heads.
         rows: int64 [T]: the slot of each row, each at most once; -1: the row is padding, changes no state, and gets zeros.
+            With spans, int32 [S]: the slot of each.
+        spans: The rows of each request, all together all rows; None: each row is a request's.
     """
 
     states: Tensor
     rows: Tensor
+    spans: Spans | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,10 @@ class SpaceShape:
 
 
 class StateSteps(Protocol):
-    """Advances states by one token a row, in place."""
+    """Advances states in place: by one token a row, or by the rows of spans.
+
+    Inputs whose dtype is said to be float32 have that of their projections with spans, and so have results.
+    """
 
     def delta(self, inputs: Tensor, factors: Tensor, slots: Slots, weights: DeltaWeights, shape: DeltaShape) -> Tensor:
         """A gated delta net with its convolution and its gated norm: [T, value heads * value_dim] of the inputs' dtype.

@@ -7,13 +7,13 @@ follow each other without gaps, and the last ends with the span; no slot is both
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
-
-from sapwood_kernels.ops.device import DeviceOps
 
 IntArray = npt.NDArray[np.int64]
 
@@ -35,12 +35,14 @@ class Spans:
     pieces: Tensor
     chunks: Tensor
 
-    def to(self, device: str) -> Spans:
-        """The tables on another device."""
-        return Spans(self.spans.to(device), self.pieces.to(device), self.chunks.to(device))
 
-
-def tables(firsts: IntArray, counts: IntArray, slots: IntArray, saves: IntArray, ops: DeviceOps) -> Spans:
+def tables(
+    firsts: IntArray,
+    counts: IntArray,
+    slots: IntArray,
+    saves: IntArray,
+    to_device: Callable[[npt.NDArray[np.int32]], Tensor],
+) -> Spans:
     """Builds the tables.
 
     Args:
@@ -48,12 +50,14 @@ def tables(firsts: IntArray, counts: IntArray, slots: IntArray, saves: IntArray,
         counts: int64 [S]: its tokens, at least one.
         slots: int64 [S]: its request's slot.
         saves: int64 [X, 3]: a span, after how many of its tokens its state is saved, at least one, and the slot for it.
-        ops: The device's operations.
+        to_device: Brings an array to the device.
     """
     cuts: list[list[tuple[int, int]]] = [[] for _ in range(len(firsts))]
     for span, after, slot in saves.tolist():
         cuts[span].append((after, slot))
-    spans, pieces, chunks = [], [], []
+    spans: list[tuple[int, ...]] = []
+    pieces: list[tuple[int, ...]] = []
+    chunks: list[tuple[int, ...]] = []
     for span, (first, count, slot) in enumerate(zip(firsts.tolist(), counts.tolist(), slots.tolist(), strict=True)):
         spans.append((slot, first, len(pieces), len(pieces) + len(cuts[span]) + 1))
         begin = first
@@ -64,5 +68,5 @@ def tables(firsts: IntArray, counts: IntArray, slots: IntArray, saves: IntArray,
             begin = end
     sizes = [4 * len(spans), 2 * len(pieces), 3 * len(chunks)]
     flat = np.concatenate([np.array(each, np.int32).ravel() for each in (spans, pieces, chunks)])
-    on_device = ops.to_device(flat).split(sizes)  # one copy
+    on_device = torch.split(to_device(flat), sizes)  # one copy
     return Spans(on_device[0].view(-1, 4), on_device[1].view(-1, 2), on_device[2].view(-1, 3))

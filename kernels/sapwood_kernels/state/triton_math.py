@@ -54,3 +54,27 @@ def shift_window(every, window, channels, inside, TAPS: tl.constexpr, BLOCK_TAPS
     taps = tl.arange(0, BLOCK_TAPS)[None]
     kept = inside[:, None] & (taps > 0) & (taps < TAPS)
     tl.store(window + channels[:, None] * (TAPS - 1) + taps - 1, every, mask=kept)
+
+
+@triton.jit
+def chunk_decays(logs, steps):
+    """How much is left of what was there before a chunk of tokens, and of what its tokens wrote.
+
+    Sums are float64, and differences of large ones are taken of their upper and lower halves: those of float32 would have lost
+    their digits.
+
+    Args:
+        logs: float32 [T], at most 0: the logarithm of each token's factor.
+        steps: [T]: 0, 1, 2, ...
+
+    Returns:
+        float32: after each token, of what was there before the first [T]; after the last, of what each wrote [T]; after the last,
+        of what was there before; after token i, of what token j wrote [i, j], 0 for j > i.
+    """
+    wide = logs.to(tl.float64)
+    total, last = tl.cumsum(wide, axis=0), tl.sum(wide, axis=0)
+    upper = total.to(tl.float32)
+    lower = (total - upper.to(tl.float64)).to(tl.float32)
+    between = (upper[:, None] - upper[None, :]) + (lower[:, None] - lower[None, :])
+    left = tl.where(steps[:, None] >= steps[None, :], tl.exp(tl.minimum(between, 0.0)), 0.0)
+    return tl.exp(upper), tl.exp((last - total).to(tl.float32)), tl.exp(last.to(tl.float32)), left

@@ -6,12 +6,14 @@ first tokens reads the window that its end replaces. Bound: reads and writes eac
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sapwood_kernels.state.spans import CHUNK, Spans
+
+_TOKENS = 16
+_CHANNELS = 256
 
 
 @triton.jit
@@ -34,6 +36,7 @@ def _convolve_kernel(
     columns = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = columns < C
     window = states + slot.to(tl.int64) * state_stride
+    begin += tl.program_id(2) * TOKENS
     tokens = (begin + tl.arange(0, TOKENS))[:, None]
     live = (tokens < end) & inside
     rows = tokens.to(tl.int64)
@@ -100,11 +103,10 @@ def convolve(
     """
     channels, taps = weight.shape
     sizes = {"TAPS": taps, "GATED": gated, "num_warps": 4}
-    _convolve_kernel[(len(spans.chunks), triton.cdiv(channels, 128))](
+    _convolve_kernel[(len(spans.chunks), triton.cdiv(channels, _CHANNELS), CHUNK // _TOKENS)](
         x, states, weight, bias, out, spans.spans, spans.chunks, channels, x.stride(0), states.stride(0),
-        SILU=silu, BIAS=bias is not None, TOKENS=CHUNK, BLOCK=128, **sizes,
+        SILU=silu, BIAS=bias is not None, TOKENS=_TOKENS, BLOCK=_CHANNELS, **sizes,
     )  # fmt: skip
     _windows_kernel[(len(spans.spans), triton.cdiv(channels, 256))](
         x, states, spans.spans, spans.pieces, channels, x.stride(0), states.stride(0), BLOCK=256, **sizes
     )
-

@@ -19,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sapwood_kernels.state.spans import CHUNK, Spans
+from sapwood_kernels.state.triton_math import chunk_decays
 
 _EPS = tl.constexpr(1e-6)
-LEAST = tl.constexpr(-32.0)
-"""The least logarithm of a decay: less leaves nothing, and would cost sums of a chunk their digits."""
 
 
 @triton.jit
@@ -34,7 +33,8 @@ def _length(x, factor):
 @triton.jit
 def _inverse_kernel(
     qk, decay, strength, chunks, inverse, q_factors, k_factors, stride, HEADS, scale,
-    SHARED: tl.constexpr, KEYS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, KEYS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     table = chunks + 3 * tl.program_id(0)
     begin, end = tl.load(table), tl.load(table + 1)
@@ -53,19 +53,18 @@ def _inverse_kernel(
     per_head = tokens * HEADS + head
     tl.store(q_factors + per_head, q_factor, mask=live)
     tl.store(k_factors + per_head, k_factor, mask=live)
-    total = tl.cumsum(tl.maximum(tl.load(decay + per_head, mask=live, other=0.0), LEAST), axis=0)
+    left = chunk_decays(tl.load(decay + per_head, mask=live, other=0.0), steps)[3]
     beta = tl.load(strength + per_head, mask=live, other=0.0)
     rows, others = steps[:, None], steps[None, :]
     a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (beta * k_factor)[:, None] * k_factor[None, :]
-    a = tl.where(rows > others, a * tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)), 0.0)
+    a = tl.where(rows > others, a * left, 0.0)
 
     # The inverses of the blocks on the diagonal, row by row: [blocks, 16, 16].
-    B: tl.constexpr = CHUNK // 16
-    blocks, small = tl.arange(0, B), tl.arange(0, 16)
-    split = tl.permute(tl.reshape(a, (B, 16, B, 16)), (0, 2, 1, 3))
+    blocks, small = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    split = tl.permute(tl.reshape(a, (BLOCKS, 16, BLOCKS, 16)), (0, 2, 1, 3))
     same = blocks[:, None, None, None] == blocks[None, :, None, None]
     diagonal = tl.sum(tl.where(same, split, 0.0), axis=1)
-    solved = tl.where(small[None, :, None] == small[None, None, :], 1.0, tl.zeros((B, 16, 16), tl.float32))
+    solved = tl.where(small[None, :, None] == small[None, None, :], 1.0, tl.zeros((BLOCKS, 16, 16), tl.float32))
     for row in range(1, 16):
         here = small[None, :, None] == row
         factors = tl.sum(tl.where(here, diagonal, 0.0), axis=1)  # [blocks, 16]: zeros from the row on
@@ -105,7 +104,7 @@ def inverses(
     q_factors, k_factors = torch.empty_like(decay), torch.empty_like(decay)
     _inverse_kernel[(len(spans.chunks), heads)](
         qk, decay, strength, spans.chunks, inverse, q_factors, k_factors, qk.stride(0), heads, keys**-0.5,
-        SHARED=heads // key_heads, KEYS=keys, BLOCK_K=max(16, triton.next_power_of_2(keys)), CHUNK=CHUNK,
+        SHARED=heads // key_heads, KEYS=keys, BLOCK_K=max(16, triton.next_power_of_2(keys)), CHUNK=CHUNK, BLOCKS=CHUNK // 16,
         PRECISION=precision, num_warps=4,
     )  # fmt: skip
     return inverse, q_factors, k_factors

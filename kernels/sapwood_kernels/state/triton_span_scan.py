@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sapwood_kernels.state.spans import CHUNK, Spans
-from sapwood_kernels.state.triton_span_inverse import LEAST
+from sapwood_kernels.state.triton_math import chunk_decays
 
 
 @triton.jit
@@ -62,11 +62,7 @@ def _scan_kernel(
             qs = tl.load(q + tokens[:, None] * q_stride + keys[None, :], mask=per_key, other=0.0)
             vs = tl.load(v + tokens[:, None] * v_stride + values[None, :], mask=per_value, other=0.0)
             logs = tl.load(decay + tokens * decay_stride + head, mask=live, other=0.0)
-            logs = tl.maximum(logs, LEAST)
-            total, sum_of_all = tl.cumsum(logs, axis=0), tl.sum(logs, axis=0)
-            since, tail = tl.exp(total), tl.exp(sum_of_all - total)
-            left = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-            left = tl.where(steps[:, None] >= steps[None, :], left, 0.0)
+            since, tail, whole, left = chunk_decays(logs, steps)
             known = state.to(dtype)
             if K_FACTORS:
                 k_factor = tl.load(k_factors + tokens * HEADS + head, mask=live, other=0.0)
@@ -88,8 +84,10 @@ def _scan_kernel(
                 result *= q_factor[:, None]
             if SKIP:
                 result += skipped * vs.to(tl.float32)
-            tl.store(out + tokens[:, None] * out_stride + values[None, :], result.to(out.dtype.element_ty), mask=per_value)
-            state *= tl.exp(sum_of_all)
+            tl.store(
+                out + tokens[:, None] * out_stride + values[None, :], result.to(out.dtype.element_ty), mask=per_value
+            )
+            state *= whole
             state += tl.dot(tl.trans(ks), (u * tail[:, None]).to(dtype), input_precision=PRECISION)
         tl.store(states + target.to(tl.int64) * state_stride + at_state, state, mask=in_state)
         begin = end

@@ -1,7 +1,7 @@
 """Triton: the state space of Mamba 1 over prompts: a state's numbers decay each by a rate of its own, so tokens go one by one.
 
-A program takes some channels of a span through all its tokens, with their state in registers. It reads a tile of tokens at once, so
-that it waits for memory once a tile. Bound: the exponentials, one for each token, channel and number of a state.
+A program takes some channels of a span through all its tokens, with their state in registers. It reads a tile of tokens at
+once, and waits for memory once a tile. Bound: the exponentials, one for each token, channel and number of a state.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _selective_kernel(
             xs = tl.load(x + rows * C + channels[None, :], mask=mask, other=0.0).to(tl.float32)
             moves = tl.load(step + rows * C + channels[None, :], mask=mask, other=0.0)
             of_numbers = live & (numbers < NUMBERS)[None, :]
-            bs = tl.load(b + rows * b_stride + numbers[None, :], mask=of_numbers, other=0.0)
-            cs = tl.load(c + rows * c_stride + numbers[None, :], mask=of_numbers, other=0.0)
+            bs = tl.load(b + rows * b_stride + numbers[None, :], mask=of_numbers, other=0.0).to(tl.float32)
+            cs = tl.load(c + rows * c_stride + numbers[None, :], mask=of_numbers, other=0.0).to(tl.float32)
             result = skipped[None, :] * xs
             for at in tl.static_range(TOKENS):
                 here = steps == at
@@ -58,7 +58,15 @@ def _selective_kernel(
 
 
 def selective_scan(
-    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, spans: Spans, out: Tensor
+    x: Tensor,
+    step: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    c: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    spans: Spans,
+    out: Tensor,
 ) -> None:
     """Takes spans through their states.
 
@@ -66,7 +74,7 @@ def selective_scan(
         x: [T, C], contiguous.
         step: float32 [T, C], contiguous, at least 0.
         decay: float32 [C, N], contiguous, below 0.
-        b, c: float32 [T, N], their rows contiguous.
+        b, c: [T, N], their rows contiguous.
         skip: float32 [C]: out gets so much of x.
         states: float32 [slots, C * N], its rows apart as they may be. Written in place.
         spans: Which tokens.

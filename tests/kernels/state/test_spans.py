@@ -1,4 +1,4 @@
-"""Prompts through states by kernels, against the recurrences token by token in float64: on a GPU, else in Triton's interpreter."""
+"""Prompts through states by kernels, against recurrences token by token in float64: on a GPU, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.state.spans import CHUNK, Spans, tables
@@ -16,13 +17,13 @@ convolution = pytest.importorskip("sapwood_kernels.state.triton_span_convolution
 inverse = pytest.importorskip("sapwood_kernels.state.triton_span_inverse")
 scanning = pytest.importorskip("sapwood_kernels.state.triton_span_scan")
 selective = pytest.importorskip("sapwood_kernels.state.triton_span_selective")
-gated = pytest.importorskip("sapwood_kernels.state.triton_gated_norm")
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]  # the interpreter has no products of bfloat16
-LIMIT = {torch.float32: 5e-5, torch.bfloat16: 1e-2}
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SLOTS = 12
+PHASES = [each for each in Phase if ON_GPU or each is not Phase.shrink]
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -52,7 +53,7 @@ class Prompts:
         ]
         saves = np.array(rows, np.int64).reshape(-1, 3)
         firsts, counts, slots = (np.array(each, np.int64) for each in (self.firsts, self.counts, self.slots))
-        return tables(firsts, counts, slots, saves, device_ops("cpu")).to(DEVICE)
+        return tables(firsts, counts, slots, saves, device_ops(DEVICE).to_device)
 
     def expected(self, states: torch.Tensor, step) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and states of ``step(state, token) -> (state, output)``; outputs that are not written are NaN."""
@@ -70,7 +71,9 @@ class Prompts:
 
     def check(self, got: torch.Tensor, states: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor], limit: float):
         expected, after = wanted
-        assert torch.equal(got.isnan(), expected.isnan().reshape(got.shape)), "other tokens than those of spans were written"
+        assert torch.equal(got.isnan(), expected.isnan().reshape(got.shape)), (
+            "other tokens than those of spans were written"
+        )
         near(got.nan_to_num(), expected.nan_to_num().reshape(got.shape), limit)
         for slot in range(SLOTS):
             near(states[slot], after[slot], limit)
@@ -99,16 +102,15 @@ def test_convolutions_begin_with_the_window_of_their_slot(prompts, dtype, gate, 
     channels, taps = 150, 4
     x = drawn(prompts.total, channels * (3 if gate else 1)).to(dtype)
     weight, biases = drawn(channels, taps), drawn(channels) if bias else None
-    states = drawn(SLOTS, channels * (taps - 1) + 3)
+    states = drawn(SLOTS, channels * (taps - 1) + 3)[:, :-3]
     first, second, third = (x, x, x) if not gate else x.chunk(3, 1)
     inputs = (first * third if gate else x).double()
 
     def step(state, at):
-        window = torch.cat((state[:-3].view(channels, -1), inputs[at, :, None]), 1)
+        window = torch.cat((state.view(channels, -1), inputs[at, :, None]), 1)
         out = (window * weight.double()).sum(1) + (0 if biases is None else biases.double())
         out = F.silu(out) if silu else out
-        state = torch.cat((window[:, 1:].flatten(), state[-3:]))
-        return state, out * second[at].double() if gate else out
+        return window[:, 1:].flatten(), out * second[at].double() if gate else out
 
     wanted = prompts.expected(states, step)
     out = unwritten(prompts.total, channels, dtype=dtype)
@@ -116,7 +118,16 @@ def test_convolutions_begin_with_the_window_of_their_slot(prompts, dtype, gate, 
     prompts.check(out, states, wanted, LIMIT[dtype])
 
 
-def space(prompts: Prompts, dtype: torch.dtype, heads: int, groups: int, keys: int, values: int, skip: bool, tile=scanning.TILE):
+def space(
+    prompts: Prompts,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    keys: int,
+    values: int,
+    skip: bool,
+    tile=scanning.TILE,
+):
     """A state space's prompts by the kernel, checked."""
     x, b, c = (drawn(prompts.total, *size).to(dtype) for size in ((heads, values), (groups, keys), (groups, keys)))
     step = drawn(prompts.total, heads).exp()
@@ -134,7 +145,18 @@ def space(prompts: Prompts, dtype: torch.dtype, heads: int, groups: int, keys: i
     wanted = prompts.expected(states, one)
     out = unwritten(prompts.total, heads, values)
     scanning.scan(
-        c, b, x, decay, states, prompts.tables, out, key_major=False, step=step, skip=skipped, precision="ieee", tile=tile
+        c,
+        b,
+        x,
+        decay,
+        states,
+        prompts.tables,
+        out,
+        key_major=False,
+        step=step,
+        skip=skipped,
+        precision="ieee",
+        tile=tile,
     )
     prompts.check(out, states, wanted, LIMIT[dtype])
 
@@ -151,7 +173,9 @@ def test_no_tile_changes_a_state_space(tile):
     space(CASES[3], DTYPES[-1], 2, 1, 32, 64, True, scanning.Tile(*tile))
 
 
-def delta(prompts: Prompts, dtype: torch.dtype, key_heads: int, shared: int, keys: int, values: int, alike: bool = False):
+def delta(
+    prompts: Prompts, dtype: torch.dtype, key_heads: int, shared: int, keys: int, values: int, alike: bool = False
+):
     """The delta rule's prompts by the kernels, checked."""
     heads = key_heads * shared
     mixed = drawn(prompts.total, 2 * key_heads * keys + heads * values)
@@ -179,9 +203,7 @@ def delta(prompts: Prompts, dtype: torch.dtype, key_heads: int, shared: int, key
     spans = prompts.tables
     solved = inverse.inverses(mixed, decay, beta, spans, key_heads, keys, "ieee")
     out = unwritten(prompts.total, heads, values)
-    scanning.scan(
-        q, k, v, decay, states, spans, out, key_major=True, delta=scanning.Delta(*solved), precision="ieee"
-    )
+    scanning.scan(q, k, v, decay, states, spans, out, key_major=True, delta=scanning.Delta(*solved), precision="ieee")
     prompts.check(out, states, wanted, LIMIT[dtype])
 
 
@@ -217,7 +239,7 @@ def test_selective_scans_are_those_of_their_steps(prompts, dtype):
     prompts.check(out, states, wanted, 1e-5)
 
 
-@settings(max_examples=100 if ON_GPU else 6, deadline=None)
+@settings(max_examples=100 if ON_GPU else 5, deadline=None, phases=PHASES)
 @given(st.data())
 def test_any_prompts_and_snapshots_leave_the_states_of_their_steps(data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))
@@ -239,29 +261,12 @@ def test_a_prompt_in_steps_of_any_size_ends_in_one_state(size):
         after, out = states.clone(), unwritten(count, heads, values)
         for first in range(0, count, sizes):
             cut = np.array([[first], [min(sizes, count - first)], [1]])
-            spans = tables(*cut, np.zeros((0, 3), np.int64), device_ops("cpu")).to(DEVICE)
+            spans = tables(*cut, np.zeros((0, 3), np.int64), device_ops(DEVICE).to_device)
             solved = inverse.inverses(mixed, decay, beta, spans, 1, keys, "ieee")
-            scanning.scan(q, k, v, decay, after, spans, out, key_major=True, delta=scanning.Delta(*solved), precision="ieee")
+            scanning.scan(
+                q, k, v, decay, after, spans, out, key_major=True, delta=scanning.Delta(*solved), precision="ieee"
+            )
         results.append((out, after))
         assert torch.equal(after[0], states[0])
     near(results[1][0], results[0][0], 1e-5)
     near(results[1][1], results[0][1], 1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", ["before", "behind", "alone"])
-@pytest.mark.parametrize(("heads", "parts", "width"), [(1, 1, 300), (2, 3, 20), (6, 1, 16)])
-def test_gates_stand_before_a_norm_behind_it_or_alone(place, dtype, heads, parts, width):
-    x = drawn(7, heads * parts, width)
-    gate = drawn(7, heads, 5 + parts * width).to(dtype)[..., 5:]
-    for weight in (drawn(width), drawn(heads * parts * width)):
-        for activation, function in (("silu", F.silu), ("sigmoid", torch.sigmoid)):
-            wide = function(gate.double()).reshape(x.shape)
-            expected = x.double() * wide if place == "before" else x.double()
-            if place != "alone":
-                expected = expected * torch.rsqrt(expected.square().mean(-1, keepdim=True) + 1e-5)
-                expected = expected * weight.double().view(-1, width)[None] if weight.numel() > width else expected * weight
-            expected = expected * wide if place != "before" else expected
-            got = gated.gated_norm(x, gate, None if place == "alone" else weight, 1e-5, place, dtype, activation)
-            assert got.dtype == dtype
-            near(got, expected.flatten(1), LIMIT[dtype])

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.state.contracts import Slots
+from sapwood_kernels.state.contracts import Slots, StateSteps
+from sapwood_kernels.state.spans import Spans, tables
 
 IntArray = npt.NDArray[np.int64]
 
@@ -27,8 +28,8 @@ Scan = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Computes inputs [B, T, C] with the states of a layer, float32 [slots, numbers], in slots int64 [B], which it writes in place;
 returns [B, T, D]."""
 
-Advance = Callable[[Slots], Tensor]
-"""Advances the states of a layer by one token a row, in place; returns what the layer makes of them, [T, D]."""
+Advance = Callable[[StateSteps, Slots], Tensor]
+"""Advances the states of a layer by kernels, in place; returns what the layer makes of them, [T, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,10 @@ class StatePool:
             saves: int64 [S, 3]: snapshots that are taken: a part, after how many of its tokens, and the snapshot's slot.
             ops: The device's operations.
         """
+        if ops.state_prompts is not None and (counts > 1).any():
+            into = saves.copy()
+            into[:, 2] += self.rows
+            return StatePlan(self, (), tables(np.cumsum(counts) - counts, counts, rows, into, ops.to_device))
         return StatePlan(self, [self._run(*each, ops) for each in _pieces(rows, counts, saves)])
 
     def _run(self, slots: IntArray, tokens: IntArray, saves: IntArray, ops: DeviceOps) -> StateRun:
@@ -165,10 +170,11 @@ class StatePlan:
     Args:
         pool: The states.
         runs: What is computed together, in order.
+        spans: The tokens of all requests, in place of runs, for kernels that take them together; None: there are runs.
     """
 
-    def __init__(self, pool: StatePool, runs: Sequence[StateRun]) -> None:
-        self._pool, self._runs = pool, runs
+    def __init__(self, pool: StatePool, runs: Sequence[StateRun], spans: Spans | None = None) -> None:
+        self._pool, self._runs, self._spans = pool, runs, spans
         tokens = runs[0].tokens if len(runs) == 1 else None
         self._alone = isinstance(tokens, slice) and tokens.stop - tokens.start == len(runs[0].slots)
 
@@ -193,20 +199,24 @@ class StatePlan:
             run.save(states)
         return out
 
-    def step(self, layer: int, advance: Advance) -> Tensor | None:
-        """Advances a layer's states by one token of each request and takes the snapshots.
+    def step(self, layer: int, ops: DeviceOps, advance: Advance) -> Tensor | None:
+        """Advances a layer's states by the device's kernels and takes the snapshots.
 
         Args:
             layer: The layer.
-            advance: Does it.
+            ops: The device's operations.
+            advance: Calls its kernels.
 
         Returns:
-            Its result; None: nothing was done, because some request has more than one token.
+            Its result; None: nothing was done, because the device has no kernels for such a step.
         """
-        if not self._alone:
+        states = self._pool.layer(layer)
+        if self._spans is not None:
+            assert ops.state_prompts is not None
+            return advance(ops.state_prompts, Slots(states, self._spans.spans[:, 0], self._spans))
+        if not self._alone or ops.state_steps is None:
             return None
         [run] = self._runs
-        states = self._pool.layer(layer)
-        out = advance(Slots(states, run.slots))
+        out = advance(ops.state_steps, Slots(states, run.slots))
         run.save(states)
         return out

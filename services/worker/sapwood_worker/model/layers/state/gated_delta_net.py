@@ -150,15 +150,13 @@ class GatedDeltaNet(StateLayer):
         assert plan.states is not None
         normed = hidden if norm is None else norm(hidden)
         inputs, factors = self.inputs(normed, None), self.factors(normed, None)
-        out = None
-        if (steps := self._ops.state_steps) is not None:
-            out = plan.states.step(self._index, partial(self._step, steps, inputs, factors))
+        out = plan.states.step(self._index, self._ops, partial(self._step, inputs, factors))
         if out is None:
             out = self._mixed(inputs, factors, plan.states)
         result: Tensor = self.output(out, None, residual)
         return result
 
-    def _step(self, steps: StateSteps, inputs: Tensor, factors: Tensor, slots: Slots) -> Tensor:
+    def _step(self, inputs: Tensor, factors: Tensor, steps: StateSteps, slots: Slots) -> Tensor:
         return steps.delta(inputs, factors, slots, self._weights, self._shape)
 
     def _mixed(self, joined: Tensor, factors: Tensor, states: StatePlan) -> Tensor:

@@ -96,9 +96,7 @@ class LightningAttention(StateLayer):
         assert plan.states is not None
         normed = hidden if norm is None else norm(hidden)
         qkv, gate = self.inputs(normed, None), self.gate(normed, None)
-        mixed = None
-        if (steps := self._ops.state_steps) is not None:
-            mixed = plan.states.step(self._index, partial(self._step, steps, qkv))
+        mixed = plan.states.step(self._index, self._ops, partial(self._step, qkv))
         if mixed is None:
             mixed = plan.states.scan(self._index, F.silu(qkv).float(), self._inner.size, self._scan)
         if self._group is None:
@@ -110,7 +108,7 @@ class LightningAttention(StateLayer):
         result: Tensor = self.output(out, None, residual)
         return result
 
-    def _step(self, steps: StateSteps, qkv: Tensor, slots: Slots) -> Tensor:
+    def _step(self, qkv: Tensor, steps: StateSteps, slots: Slots) -> Tensor:
         heads, dim = self._own.size, self._config.dim
         return steps.linear(qkv, slots, self._rates, SpaceShape(heads, heads, dim, dim))
 

@@ -125,16 +125,14 @@ class Mamba1(StateLayer):
     ) -> Tensor:
         assert plan.states is not None
         x, gate = self.inputs(hidden, norm).chunk(2, 1)
-        out = None
-        if (steps := self._ops.state_steps) is not None:
-            out = plan.states.step(self._index, partial(self._step, steps, x, gate))
+        out = plan.states.step(self._index, self._ops, partial(self._step, x, gate))
         if out is None:
             mixed = plan.states.scan(self._index, x.float(), self._own.size, self._scan)
             out = (mixed * F.silu(gate.float())).to(hidden.dtype)
         result: Tensor = self.output(out, None, residual)
         return result
 
-    def _step(self, steps: StateSteps, x: Tensor, gate: Tensor, slots: Slots) -> Tensor:
+    def _step(self, x: Tensor, gate: Tensor, steps: StateSteps, slots: Slots) -> Tensor:
         x = steps.convolve(x, slots, self._convolution[:, 0], self._bias)
         offset = self._own.size * (self._config.taps - 1)
         return steps.selective(x, *self._projected(x), gate, slots, offset, self._decay, self._skip)

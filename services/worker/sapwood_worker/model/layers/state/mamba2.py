@@ -177,9 +177,7 @@ class Mamba2(StateLayer):
         if self._scales is not None:
             projected = projected * self._scales.to(projected.dtype)
         gate, inputs = torch.split(projected, [self._inner.size, sum(self._sizes[1:])], 1)
-        mixed = None
-        if (steps := self._ops.state_steps) is not None:
-            mixed = plan.states.step(self._index, partial(self._step_by, steps, inputs))
+        mixed = plan.states.step(self._index, self._ops, partial(self._step_by, inputs))
         if mixed is None:
             mixed = plan.states.scan(self._index, inputs.float(), self._inner.size, self._scan)
         order: GateOrder = "norm first" if config.norm == "before" else "gate first"
@@ -189,7 +187,7 @@ class Mamba2(StateLayer):
         result: Tensor = self.output(out, None, residual)
         return result
 
-    def _step_by(self, steps: StateSteps, inputs: Tensor, slots: Slots) -> Tensor:
+    def _step_by(self, inputs: Tensor, steps: StateSteps, slots: Slots) -> Tensor:
         config, channels = self._config, len(self._convolution)
         xbc, step = torch.split(inputs, [channels, self._heads.size], 1)
         convolved = steps.convolve(xbc, slots, self._convolution[:, 0], self._convolution_bias)

@@ -89,16 +89,14 @@ class ShortConvolution(StateLayer):
     ) -> Tensor:
         assert plan.states is not None
         inputs = self.inputs(hidden, norm)
-        mixed = None
-        if (steps := self._ops.state_steps) is not None:
-            mixed = plan.states.step(self._index, partial(self._step, steps, inputs))
+        mixed = plan.states.step(self._index, self._ops, partial(self._step, inputs))
         if mixed is None:
             before, after, x = inputs.chunk(3, -1)
             mixed = after * plan.states.scan(self._index, before * x, self._channels.size, self._scan)
         result: Tensor = self.output(mixed, None, residual)
         return result
 
-    def _step(self, steps: StateSteps, inputs: Tensor, slots: Slots) -> Tensor:
+    def _step(self, inputs: Tensor, steps: StateSteps, slots: Slots) -> Tensor:
         return steps.convolve_gated(inputs, slots, self._weight[:, 0], self._bias)
 
     def _scan(self, x: Tensor, states: Tensor, slots: Tensor) -> Tensor:

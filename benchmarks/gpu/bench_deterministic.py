@@ -10,7 +10,6 @@ batches of 1, in tokens or in any bit of a log probability; and how many do with
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 import triton
 from bench_engine import STEP_TOKENS, Engine, prompts_of
 from commit import measured_commit
+from step_profile import record
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.triton_fixed_order import FixedOrderProduct, Tile, tile_of
@@ -53,7 +53,8 @@ def products(rows: list[int], device: str) -> None:
     """Microseconds of each layer's product by tile, and of torch's."""
     for name, (outputs, inputs) in SHAPES.items():
         # Together they do not fit in the cache.
-        weights = [torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) / 64 for _ in range(3)]
+        copies = 3 if outputs * inputs > 50_000_000 else 6
+        weights = [torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) / 64 for _ in range(copies)]
         gate = "silu" if name == "gate_up" else None
         for count in rows:
             x = torch.randn(count, inputs, device=device, dtype=torch.bfloat16)
@@ -69,24 +70,21 @@ def products(rows: list[int], device: str) -> None:
 
 def _tiles(count: int, *, gated: bool) -> list[Tile]:
     """The tile that a product takes, and others."""
+    at = max(16, triton.next_power_of_2(min(count, 256)))
+    wide = 64 if gated else 128
     if count <= 64:
-        at = max(16, triton.next_power_of_2(count))
-        others = [Tile(at, 64, 4, 3), Tile(at, 64, 4, 4), Tile(at, 64, 4, 6), Tile(at, 128, 8, 4)]
+        others = [Tile(at, 64, 4, stages, inputs) for stages, inputs in ((4, 64), (6, 64), (3, 128), (4, 128))]
+    elif count <= 256:
+        others = [Tile(128, 64, 4, 4), Tile(128, 64, 4, 3, 128), Tile(256, 64, 8, 3), Tile(128, wide, 8, 4)]
     else:
-        wide = 64 if gated else 128
-        others = [Tile(128, wide, 8, 3), Tile(256, wide, 8, 3), Tile(128, 64, 4, 4), Tile(256, 64, 8, 3)]
-    return list(dict.fromkeys([tile_of(count, gated=gated), *others]))
+        others = [Tile(128, wide, 8, 3), Tile(256, 64, 8, 3)]
+    return list(dict.fromkeys([tile_of(count, gated=gated), *others[True]]))
 
 
 def _timed(calls: list[Callable[[], object]]) -> float:
-    """Microseconds of a call; they take turns."""
-    turns = itertools.cycle(calls)
-
-    def call() -> None:
-        next(turns)()
-
-    found = triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median")
-    return round(float(found) * 1000, 1)
+    """Microseconds of a call, in a graph where they take turns."""
+    found = triton.testing.do_bench_cudagraph(lambda: [call() for call in calls], rep=20, return_mode="median")
+    return round(float(found) * 1000 / len(calls), 1)
 
 
 def answers(engine: Engine, prompts: list[list[int]], batch: int, length: int) -> list[Answer]:
@@ -115,6 +113,7 @@ def main() -> None:
     parser.add_argument("--decodes", default="1,8,64,256", help="Of the part decode (default: 1,8,64,256).")
     parser.add_argument("--rows", default="1,16,64,8192", help="Of the part products (default: 1,16,64,8192).")
     parser.add_argument("--kv-gb", type=float, default=50.0, help="KV cache in GiB (default: 50).")
+    parser.add_argument("--profile", type=Path, help="Folder for Chrome traces of decodes of 64.")
     parser.add_argument("--device", default="cuda", help="cpu: only to try it (default: cuda).")
     given = parser.parse_args()
     wanted = set(given.only.split(","))
@@ -134,6 +133,12 @@ def main() -> None:
         if "decode" in wanted:
             for batch in map(int, given.decodes.split(",")):
                 with engine.decoding(batch, length=130) as step:
+                    if batch == 64 and given.profile is not None:
+                        _, kernels = record(
+                            lambda step=step: [step() for _ in range(10)], given.profile / f"{fixed}.json.gz"
+                        )
+                        for kernel, microseconds in list(kernels.items())[:10]:
+                            report(f"{name} decode 64 {kernel[:60]}", microseconds / 10, "us a step")
                     times[f"decode {batch}"] = min(engine.time_steps(step, 40)["steady"] for _ in range(2))
             long = prompts_of(1, 8192, seed=1)
             times["prefill 8192"] = min(engine.generate(long, [1]) for _ in range(4)) * 1000

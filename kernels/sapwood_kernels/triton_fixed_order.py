@@ -1,9 +1,9 @@
 """Triton: a linear layer whose rows each come out the same, to the bit, however many rows are computed with them.
 
-A row's sum over the inputs is always cut into the same ``shares``, each summed 64 inputs at a time in their order, and the shares
-are added in order. All tiles have the weight as the left side of the matrix units' product, so that the same instruction adds up
-each element; tiles differ only in how many rows stand beside each other. With few rows each share has a program of its own, and
-the last one of a tile to end adds them up; with many a program computes all shares of its tile.
+A row's sum over the inputs is always cut into the same ``shares``, each summed in the order of its inputs, and added in order.
+All tiles have the weight as the left side of the matrix units' product, so that instructions of one kind add up each element, 16
+inputs at a time; tiles differ in how many rows stand side by side and in how many inputs are under way. With few rows each share
+has a program of its own, and the last one of a tile to end adds them up; with many a program computes all shares of its tile.
 
 Invariant: ``product(x)[i]`` depends on ``x[i]`` and the weight alone. Bound: with few rows one read of the weight, with many the
 products. O(M N K).
@@ -20,8 +20,8 @@ from torch import Tensor
 
 Gate = Literal["silu", "gelu_tanh"]
 
-_INPUTS = 64
-"""Inputs of a step of a program's loop: the same for all tiles, as shares begin at multiples of it."""
+_UNIT = 128
+"""Shares begin at multiples of so many inputs."""
 _PROGRAMS = 112
 """Programs from which on a weight's tiles are enough for a chip; fewer are shared out."""
 _MOST_SHARES = 8
@@ -37,17 +37,19 @@ class Tile(NamedTuple):
         outputs: Rows of the weight; with a gate as many again.
         warps: Of a program.
         stages: Steps whose numbers are under way at once.
+        inputs: Of a step of its loop: 64 or 128.
     """
 
     rows: int
     outputs: int
     warps: int
     stages: int
+    inputs: int = 64
 
 
 _TILES = (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
 _MANY = Tile(128, 128, 8, 4)
-_MANY_GATED = Tile(128, 64, 8, 4)
+_MANY_GATED = Tile(256, 64, 8, 3)
 
 
 @triton.jit
@@ -91,7 +93,8 @@ def _share(
 def _fixed_order_kernel(
     x, weight, bias, residual, out, parts, ended, M, x_stride, N, K,
     ADDS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, SHARES: tl.constexpr, APART: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     program, tiles, wide = tl.program_id(0), tl.cdiv(N, OUTPUTS), tl.cdiv(M, ROWS)
     first = program // (GROUP * wide) * GROUP
@@ -107,15 +110,16 @@ def _fixed_order_kernel(
     x_at = x + rows.to(tl.int64)[None, :] * x_stride + columns[:, None]
     at_out = rows.to(tl.int64)[None, :] * N + outputs[:, None]
     kept = there & inside
-    steps = tl.cdiv(K, INPUTS)
+    units = tl.cdiv(K, UNIT)
+    steps: tl.constexpr = UNIT // INPUTS
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     last = True
     if APART:
         share = tl.program_id(1)
         part, other = _share(
-            x_at, weight_at, up_at, steps * share // SHARES, steps * (share + 1) // SHARES, columns, there, inside, K,
-            GATE, EVEN, ROWS, OUTPUTS, INPUTS, STAGES,
+            x_at, weight_at, up_at, units * share // SHARES * steps, units * (share + 1) // SHARES * steps, columns, there,
+            inside, K, GATE, EVEN, ROWS, OUTPUTS, INPUTS, STAGES,
         )  # fmt: skip
         size = (2 if GATE != 0 else 1) * M.to(tl.int64) * N
         tl.store(parts + share * size + at_out, part, mask=kept)
@@ -134,8 +138,8 @@ def _fixed_order_kernel(
     else:
         for each in tl.static_range(SHARES):
             part, other = _share(
-                x_at, weight_at, up_at, steps * each // SHARES, steps * (each + 1) // SHARES, columns, there, inside, K,
-                GATE, EVEN, ROWS, OUTPUTS, INPUTS, STAGES,
+                x_at, weight_at, up_at, units * each // SHARES * steps, units * (each + 1) // SHARES * steps, columns, there,
+                inside, K, GATE, EVEN, ROWS, OUTPUTS, INPUTS, STAGES,
             )  # fmt: skip
             total += part
             up += other
@@ -210,8 +214,8 @@ class FixedOrderProduct:
         _fixed_order_kernel[(programs, shares if apart else 1)](
             x, weight, weight if self._bias is None else self._bias, out, out, parts, self._ended, count, x.stride(0), outputs,
             width, ADDS=add_to is not None, BIAS=self._bias is not None, GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate],
-            SHARES=shares, APART=apart, EVEN=int(width % _INPUTS == 0), ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=_INPUTS,
-            GROUP=_GROUP, STAGES=tile.stages if x.is_cuda else 0, num_warps=tile.warps,
+            SHARES=shares, APART=apart, EVEN=int(width % _UNIT == 0), ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
+            UNIT=_UNIT, GROUP=_GROUP, STAGES=tile.stages if x.is_cuda else 0, num_warps=tile.warps,
         )  # fmt: skip
         return out
 
@@ -219,7 +223,7 @@ class FixedOrderProduct:
 def shares_of(outputs: int, inputs: int) -> int:
     """Into how many shares the inputs of a weight [outputs, inputs] are cut: by its size alone."""
     shares = 1
-    while shares < _MOST_SHARES and outputs // 64 * shares < _PROGRAMS and inputs >= 4 * _INPUTS * shares:
+    while shares < _MOST_SHARES and outputs // 64 * shares < _PROGRAMS and inputs >= 2 * _UNIT * shares:
         shares *= 2
     return shares
 

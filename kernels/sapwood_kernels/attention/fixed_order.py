@@ -36,7 +36,7 @@ class FixedOrderAttention:
     def __init__(
         self, batch: int | None, indices: Tensor, shape: AttentionShape, variant: Variant, ops: DeviceOps
     ) -> None:
-        self._indices, self._shape, self._variant, self._ops = indices, shape, variant, ops
+        self._pages, self._shape, self._variant, self._ops = indices, shape, variant, ops
         group = shape.num_heads // shape.num_kv_heads
         self._rows = max(_ROWS, int(triton.next_power_of_2(group)))
         self._tokens = self._rows // group
@@ -60,7 +60,7 @@ class FixedOrderAttention:
         tiles = cut_tiles(query_indptr.diff().numpy(), lengths, self._tokens)
         put = self._ops.to_device
         self._tiles, self._starts = put(tiles), put(query_indptr.numpy())
-        self._indptr, self._lengths = put(indptr), put(lengths)
+        self._indptr, self._lengths, self._pages = put(indptr), put(lengths), keys.indices
 
     def advance(self, by: int | Tensor) -> None:
         """Implements ``AdvancingAttention``."""
@@ -70,7 +70,7 @@ class FixedOrderAttention:
         """As :meth:`PlannedAttention.run`."""
         variant = self._variant
         return prefill_attention(
-            query, cache.keys, cache.values, self._tiles, self._starts, self._indptr, self._indices, self._lengths,
+            query, cache.keys, cache.values, self._tiles, self._starts, self._indptr, self._pages, self._lengths,
             scale=variant.scale, window=variant.window, chunked=variant.chunked, softcap=variant.softcap, sinks=cache.sinks,
             kv_scales=cache.scales, out=out, alike_rows=self._rows,
         )  # fmt: skip

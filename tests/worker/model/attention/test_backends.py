@@ -37,7 +37,7 @@ def needs(
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():
     with pytest.raises(
-        ConfigError, match="--attention-backend fa9: 'fa9' is none of flashinfer, native, torch, triton"
+        ConfigError, match="--attention-backend fa9: 'fa9' is none of fixed_order, flashinfer, native, torch, triton"
     ):
         choose_backend("fa9", "decode", needs(), CPU)
 

@@ -112,6 +112,7 @@ class Engine:
         info = self.runner.info
         config = SchedulerConfig(
             windows=info.windows,
+            states=info.states,
             page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length,
             max_running=max_running, max_step_tokens=max_step_tokens,
             micro_batches=info.micro_batches, micro_batches_from=info.micro_batches_from, chained=info.chained and overlap,
@@ -171,10 +172,11 @@ class Engine:
 
     @contextmanager
     def decoding(
-        self, batch: int, length: int = 120, sampling: SamplingParams = GREEDY
+        self, batch: int, length: int = 120, sampling: SamplingParams = GREEDY, prompt: int = 1024
     ) -> Iterator[Callable[[], None]]:
-        """Lets a batch of 1024-token prompts decode; gives what does a step of it."""
-        self.add(prompts_of(batch, 1024, seed=5), [length] * batch, sampling)
+        """Lets a batch of prompts of so many tokens decode; gives what does a step of it."""
+        last = min(99999, self.runner.info.vocab_size - 1)
+        self.add(prompts_of(batch, prompt, seed=5, last=last), [length] * batch, sampling)
         decoding = self._rounds(batch)
         for _ in range(20):
             next(decoding)
@@ -228,9 +230,9 @@ def since_process_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
-def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
+def prompts_of(count: int, length: int, seed: int, last: int = 99999) -> list[list[int]]:
     draw = random.Random(seed)
-    return [[draw.randint(10, 99999) for _ in range(length)] for _ in range(count)]
+    return [[draw.randint(10, last) for _ in range(length)] for _ in range(count)]
 
 
 class Bench:

@@ -21,6 +21,7 @@ PARTS = {
     "experts": r"_product_kernel|_align_kernel|_route_kernel|_sum_kernel|_first_kernel|_second_kernel"
     r"|_grouped_kernel|_grouped_float8_kernel|_blocks_kernel|_pairs_kernel|_begins_kernel",
     "routers": r"_few_logits_kernel|_narrow_logits_kernel|_many_logits_kernel",
+    "states": r"_step_kernel|_span_|_chunk_|_gated_norm_kernel|_convolution_",
     "matrix products": r"gemm|cutlass|cublas|nvjet|splitKreduce|_gemv_kernel|_rows_kernel|xmma|sm90_",
     "RMSNorm": r"_rms_norm_kernel",
     "gate": r"_gated",

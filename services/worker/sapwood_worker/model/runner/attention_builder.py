@@ -71,9 +71,8 @@ class AttentionBuilder:
         self._config = config
         self._ops = ops
         generates = config.labels is None  # a graph ends with the choice of a token
-        # States are changed in place by kernels that no graph captures yet.
-        alike = generates and not layout.states
-        self._captures = ops.captures and dtype != torch.float32 and options.cuda_graphs and alike
+        self._captures = ops.captures and dtype != torch.float32 and options.cuda_graphs and generates
+        self._keeps_states = bool(layout.states)
         kept = {(each.heads, each.dim) for each in layout.paged}
         if len(kept) > 1:  # kernels are planned for one shape
             raise ConfigError(f"{config.architecture}: attention takes no heads of several shapes")
@@ -147,8 +146,8 @@ class AttentionBuilder:
 
     def most_captured(self, most: int, *, float8: bool) -> int:
         """Tokens of the largest step of prompts that has graphs; 0: none has. The arguments are those of :meth:`pieces`."""
-        if not self._captures or isinstance(self._model, Head):
-            return 0
+        if not self._captures or isinstance(self._model, Head) or self._keeps_states:
+            return 0  # prompts advance states in pieces of any length
         from sapwood_worker.model.runner.graphs.piecewise_graphs import worth_capturing
 
         size, layers = self._model.layer_size(), len(self._model.layers)

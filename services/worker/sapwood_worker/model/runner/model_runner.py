@@ -431,6 +431,10 @@ class ModelRunner:
 
     def _rows(self, graphs: DecodeGraphs, step: Step, *, prompts: bool) -> DecodeRows | None:
         """The rows of a decode graph, if a step can be computed by one."""
+        if self._pool.states is not None:  # each of a prompt's tokens needs the state after the one before
+            if step.again.any():
+                return None
+            prompts = False
         size, shifted, layers = self._pool.page_size, self._shifted, self._layers
         shown = step if shifted is None else shifted.shift(step)
         rows = decode_rows(shown, size, graphs.largest, graphs.most_pages, prompts=prompts, layers=layers)
@@ -470,6 +474,8 @@ class ModelRunner:
         slots = self._lora_slots[rows.slots]
         adapters = slots if self.loras is not None and (slots >= 0).any() else None
         find = graphs.begin(rows, step.rank_tokens.tolist(), late=late, adapters=adapters)
+        if self._pool.states is not None and len(step.saves):
+            self._pool.states.save(step.rows[step.saves[:, 0]], step.saves[:, 2], self.ops)
         at = Positions.of(step)  # the device computes meanwhile
         return partial(self._finish_replay, step, at, rows, find, self._backend.take_spared())
 

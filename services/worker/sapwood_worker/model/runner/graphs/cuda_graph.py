@@ -1,8 +1,8 @@
 """CUDA graphs of the decode step: a ladder of batch sizes, captured once, replayed with new contents at the same addresses.
 
 A decode step of a small model is hundreds of kernels of a few microseconds; if they were launched one by one, the host would be
-the bottleneck. A batch runs on the next larger size of the ladder; padding rows write to a scratch page. All graphs share one
-memory pool, captured from the largest down, so the ladder costs little more memory than its largest size.
+the bottleneck. A batch runs on the next larger size of the ladder; padding rows write to a scratch page, and to no state. All
+graphs share one memory pool, captured from the largest down, so the ladder costs little more memory than its largest size.
 
 A stage of a pipeline has two graphs for each size: one for its layers, and one for the work after the last stage. The exchange
 between stages is launched between the two graphs, and the next step's layers may be launched there too.
@@ -142,13 +142,14 @@ class DecodeGraphs:
         self.columns = torch.arange(sizes[-1], device=pool.device)
         self._last_tokens = last_tokens
         self._sizes = list(sizes)
-        # Its rows are token ids, positions, rows of the page table, cache slots of each group, and the slots for a head's
-        # output: one copy brings all of them to the device.
+        # Its rows are token ids, positions, rows of the page table, cache slots of each group, the slots of states, and those
+        # for a head's output: one copy brings all of them to the device.
         tables = len(pool.counts)
-        rows = 3 + tables + (shifted is not None)
+        rows = 3 + tables + (pool.states is not None) + (shifted is not None)
         self._inputs = torch.zeros(rows, self._sizes[-1], dtype=torch.int64, device=pool.device)
         self._staging = torch.zeros(rows, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._slots = self._inputs[3 : 3 + tables].unbind()
+        self._of_states = None if pool.states is None else 3 + tables
         self._stage = StageBuffers.of(model, sizes[-1])
         # The work after the last stage is computed after the next step's inputs have arrived.
         self._drawing = drawing if self._stage is None else None
@@ -231,6 +232,10 @@ class DecodeGraphs:
             staged[row, count:size] = scratch
             padded.append(np.full((size, own.shape[1]), scratch // page_size, np.int32))
             padded[-1][:count] = own
+        if self._of_states is not None:
+            staged[self._of_states, :size] = -1
+            if not idle:
+                staged[self._of_states, :count] = step.slots
         if step.left is not None:
             staged[-1, :count] = step.left
             staged[-1, count:size] = self._scratch[0]
@@ -267,7 +272,7 @@ class DecodeGraphs:
     def chains(self, first: DecodeRows, steps: int) -> bool:
         """Whether :meth:`chain` can compute this many steps, from now or beginning later."""
         count, keys = len(first.slots), int(first.positions.max()) + steps
-        if count > self.largest or len(self._scratch) > 1 or self._stage is not None:
+        if count > self.largest or len(self._scratch) > 1 or self._stage is not None or self._of_states is not None:
             return False
         size = self._sizes[bisect_left(self._sizes, count)]
         attention, pages = self._captured[size].attention, -(-keys // self._pool.page_size)
@@ -383,7 +388,11 @@ class DecodeGraphs:
         if self._shifted is not None:
             self._inputs[-1].fill_(self._scratch[0])
         self._plan(attention, np.ones(size, np.int64), tables)
-        return PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots])
+        states = None
+        if self._pool.states is not None and self._of_states is not None:
+            self._inputs[self._of_states].fill_(-1)
+            states = self._pool.states.decodes(self._inputs[self._of_states, :size])
+        return PagedPlan(self._pool, attention, attention, None, [slots[:size] for slots in self._slots], states)
 
     def _capture(self, size: int, attention: StepAttention, rows: GraphRows | None = None) -> _Captured:
         """Captures a step of a number of rows; with adapters, if there are ``rows`` for their slots."""

@@ -102,14 +102,19 @@ class Tile:
         values: Of a state's values that a program takes, at most.
         warps: Of a program.
         stages: Chunks whose reads are under way.
+        chunk: Tokens that are computed together; the delta rule's are those of its inverses, :data:`CHUNK`.
     """
 
     values: int
     warps: int
     stages: int
+    chunk: int = CHUNK
 
 
 TILE = Tile(32, 4, 2)
+"""What is used where nothing was measured."""
+TILES: dict[tuple[bool, int, int], Tile] = {}
+"""Whether it is the delta rule, keys, values -> the tile that bench_state_kernels.py found the fastest on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,7 @@ def scan(
     delta: Delta | None = None,
     skip: Tensor | None = None,
     precision: str = "tf32",
-    tile: Tile = TILE,
+    tile: Tile | None = None,
 ) -> None:
     """Takes spans through their states.
 
@@ -151,10 +156,11 @@ def scan(
         delta: Of the delta rule; None: what is written is v. ``step`` is None with it.
         skip: float32 [H]: out gets so many v; None: none.
         precision: Of products of float32, as ``tl.dot`` takes it.
-        tile: How the work is cut.
+        tile: How the work is cut; None: as is known to be fast.
     """
     heads, values = v.shape[1:]
     groups, keys = k.shape[1:]
+    tile = tile or TILES.get((delta is not None, keys, values), TILE)
     block = max(16, min(tile.values, triton.next_power_of_2(values)))
     key_stride, value_stride = (values, 1) if key_major else (1, keys)
     k_factors = step if delta is None else delta.k_factors
@@ -164,6 +170,6 @@ def scan(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads * values, states.stride(0),
         key_stride, value_stride, decay.stride(0), heads,
         SHARED=heads // groups, KEYS=keys, VALUES=values, BLOCK_K=max(16, triton.next_power_of_2(keys)), BLOCK_V=block,
-        CHUNK=CHUNK, Q_FACTORS=delta is not None, K_FACTORS=k_factors is not None, DELTA=delta is not None,
+        CHUNK=tile.chunk, Q_FACTORS=delta is not None, K_FACTORS=k_factors is not None, DELTA=delta is not None,
         SKIP=skip is not None, PRECISION=precision, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip

@@ -69,7 +69,7 @@ RECURRENCES = {
     "linear": (False, 64, 64, 128, 128),
 }
 """Whether it is the delta rule; heads, heads of keys, keys and values of each."""
-TILES = {
+TILES: dict[str, list[tuple[int, ...]]] = {
     "delta": [(16, 4, 1), (16, 4, 2), (16, 4, 3), (32, 4, 1), (32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 8, 1),
               (64, 8, 2), (128, 8, 1), (128, 8, 2)],
     "space": [(16, 4, 2), (32, 4, 1), (32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 1), (64, 4, 2), (64, 8, 1), (64, 8, 2),

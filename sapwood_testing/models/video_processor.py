@@ -1,4 +1,4 @@
-"""transformers' video processors without torchvision, of which PyPI has no build for CPUs alone: frames are resized by Pillow, as
+"""transformers' video processors without torchvision, whose builds on PyPI are for GPUs: frames are resized by Pillow, as
 transformers' processors of pictures resize them."""
 
 from __future__ import annotations

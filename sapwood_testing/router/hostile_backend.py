@@ -83,7 +83,7 @@ class HostileBackend:
     Attributes:
         answer: How it answers; tests change it.
         models: The same for ``/v1/models``.
-        received: What it was asked besides that and its metrics, of which it has none.
+        received: What it was asked, except for models and metrics; it has no metrics.
     """
 
     def __init__(self, owner: str = "sapwood") -> None:

@@ -1,4 +1,4 @@
-"""Files of pictures to pixels. Whoever sends a file may have made it to do harm: :func:`decode` runs in a process of its own.
+"""Files of pictures to pixels. A file may have been made to do harm: :func:`decode` runs in a process of its own.
 
 The header alone tells format, size and frames; a file that is refused for these is not decoded.
 """

@@ -1,4 +1,4 @@
-"""Files of videos to frames. Whoever sends a file may have made it to do harm: this runs in a process of its own.
+"""Files of videos to frames. A file may have been made to do harm: this runs in a process of its own.
 
 Rules. What the first bytes say chooses the one reader that the file is given to: FFmpeg's readers of playlists, which follow URLs
 and paths, never see a file. Codecs are of a list. Size, length and count are looked at before a frame is decoded; frames are

@@ -20,8 +20,8 @@ _MOST_NUMBERS = 16
 async def to_pictures(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> tuple[Picture, ...]:
     """The pictures of a request.
 
-    Whoever sends a picture also sends its digest, under which others may find what is cached for it. So the digest is computed
-    again here.
+    A client sends a picture with its digest, under which others may find what is cached for it. So the digest is computed again
+    here.
 
     Args:
         request: The request.

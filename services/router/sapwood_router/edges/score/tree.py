@@ -27,7 +27,7 @@ class ScoreTreeRequest(AnyRequest, kw_only=True):
 
     prompt: Any = None  # a text or token ids
     messages: list[Message] | None = None
-    continuations: list[Any]  # told apart below
+    continuations: list[Any]  # texts, token ids or nodes: checked below
     unconditional: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -30,7 +30,7 @@ def load_encoder(
         if unexpected and config.labels is None:
             raise ConfigError(f"{file}: tensor {unexpected[0]} is unexpected: the model has no such weight")
         if config.labels is not None:
-            # The parts of a model with a head, of which ours has one name and files several.
+            # The parts of a model with a head: files have several names for them, and we have one.
             found |= {f"{part}.{name}": each for part in dict(model.named_children()) for name, each in found.items()}
         missing = sorted(wanted.keys() - found.keys())
         if missing:

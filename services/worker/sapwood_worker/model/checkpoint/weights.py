@@ -73,7 +73,7 @@ class Place:
         assert self.rows is not None
         return ConfigError(
             f"{self.path}: tensor {self.stored} has shape {list(shape)}, "
-            f"of which no parts are those of {self.rows.total} rows that the configuration asks for"
+            f"which does not hold the {self.rows.total} rows that the configuration asks for"
         )
 
     def part(self, shape: Sequence[int]) -> tuple[int, Span] | None:

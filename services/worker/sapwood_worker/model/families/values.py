@@ -389,7 +389,7 @@ class HfValues:
         return replace(self, neighbours=True)
 
     def named(self, names: Mapping[str, str]) -> HfValues:
-        """These settings, some of which the family calls otherwise.
+        """These settings under the names that the family has for them.
 
         Args:
             names: Our name -> the family's; a number of layers, heads or the like.

@@ -29,11 +29,11 @@ def _convolution_step_kernel(
     inside = channels < C
     slot = tl.load(slots + row)
     out += row * C + channels
+    inputs += row * input_stride + channels
     if slot < 0:
         tl.store(out, 0.0, mask=inside)
     else:
         window = states + slot * state_stride
-        inputs += row * input_stride + channels
         if GATED:
             x = tl.load(inputs + 2 * C, mask=inside, other=0.0).to(tl.float32)
             x *= tl.load(inputs, mask=inside, other=0.0).to(tl.float32)

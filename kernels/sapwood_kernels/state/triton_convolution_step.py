@@ -29,22 +29,20 @@ def _convolution_step_kernel(
     inside = channels < C
     slot = tl.load(slots + row)
     out += row * C + channels
-    inputs += row * input_stride + channels
     if slot < 0:
         tl.store(out, 0.0, mask=inside)
     else:
         window = states + slot * state_stride
+        at = inputs + row * input_stride + channels
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
-            x = tl.load(inputs + 2 * C, mask=inside, other=0.0).to(tl.float32)
-            x *= tl.load(inputs, mask=inside, other=0.0).to(tl.float32)
-        else:
-            x = tl.load(inputs, mask=inside, other=0.0).to(tl.float32)
+            x *= tl.load(at + 2 * C, mask=inside, other=0.0).to(tl.float32)
         every = window_inputs(x, window, channels, inside, TAPS, BLOCK_TAPS)
         result = convolved(every, weight, channels, inside, TAPS, BLOCK_TAPS)
         if HAS_BIAS:
             result += tl.load(bias + channels, mask=inside, other=0.0)
         if GATED:
-            result *= tl.load(inputs + C, mask=inside, other=0.0).to(tl.float32)
+            result *= tl.load(at + C, mask=inside, other=0.0).to(tl.float32)
         else:
             result = silu(result)
         tl.debug_barrier()  # threads that hold the same numbers have read them

@@ -21,6 +21,8 @@ from sapwood_kernels.state.contracts import DeltaShape, DeltaWeights, Slots
 from sapwood_kernels.state.triton_math import convolved, shift_window, silu, softplus, window_inputs
 
 _EPS = tl.constexpr(1e-6)
+MOST_REGISTERS = 128
+"""Of a thread: two programs of eight warps then share a multiprocessor, and one reads its state while the other computes."""
 
 
 @triton.jit
@@ -102,10 +104,11 @@ def delta_step(inputs: Tensor, factors: Tensor, slots: Slots, weights: DeltaWeig
     rows, heads, shared = len(inputs), shape.heads, shape.shared
     out = torch.empty(rows, heads * shared * shape.value_dim, dtype=inputs.dtype, device=inputs.device)
     block_k, block_v = (triton.next_power_of_2(each) for each in (shape.key_dim, shape.value_dim))
+    limit = {"maxnreg": MOST_REGISTERS} if inputs.is_cuda and torch.version.cuda is not None else {}
     _delta_step_kernel[(heads, rows)](
         inputs, factors, slots.states, slots.rows, weights.convolution, weights.decay, weights.bias, weights.norm, out,
         shape.eps, shape.key_dim**-0.5, inputs.stride(0), factors.stride(0), slots.states.stride(0), HEADS=heads,
         SHARED=shared, K=shape.key_dim, V=shape.value_dim, TAPS=shape.taps, JOINED=shape.joined, BLOCK_K=block_k,
-        BLOCK_V=block_v, BLOCK_TAPS=triton.next_power_of_2(shape.taps), num_warps=8, **dependent_launch.options(inputs),
+        BLOCK_V=block_v, BLOCK_TAPS=triton.next_power_of_2(shape.taps), num_warps=8, **limit, **dependent_launch.options(inputs),
     )  # fmt: skip
     return out

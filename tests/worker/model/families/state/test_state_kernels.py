@@ -100,8 +100,8 @@ def test_captured_decodes_of_states_choose_what_single_launches_do(tiny_model, m
     found, states = [], []
     for runner in runners:
         pool = runner._pool.states
-        pool._states.normal_()  # rows that nothing may write
-        before = pool._states.clone()
+        with torch.inference_mode():
+            before = pool._states.normal_().clone()  # nothing may write other rows
         driver = make_driver(runner)
         for row, prompt in prompts.items():
             driver.add(row, prompt)

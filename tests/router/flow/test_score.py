@@ -38,7 +38,8 @@ def test_each_sequence_gets_the_log_probabilities_of_its_own_tokens(sequences: l
     # The oracle: a token's log probability is what stands before it and itself.
     values: Any = trails
     for index, (each, start) in enumerate(zip(whole, starts, strict=True)):
-        assert tree.of(index, values) == [tuple(each[: place + 1]) for place in range(start, len(each))]
+        expected: Any = [tuple(each[: place + 1]) for place in range(start, len(each))]
+        assert tree.of(index, values) == expected
     begun = {tuple(each[:end]) for each in whole for end in range(len(tree.prompt) + 1, len(each) + 1)}
     assert set(trails) == begun
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -225,7 +226,7 @@ async def test_a_url_is_fetched_once_a_minute_for_a_tenant_while_its_picture_is_
 ) -> None:
     asked: list[str] = []
 
-    async def fetch(self: Fetcher, url: str, field: str) -> bytes:
+    async def fetch(self: Fetcher, url: str, field: str, hold: Callable[[int], None]) -> bytes:
         asked.append(url)
         return png(noise(100, 60))
 
@@ -267,3 +268,38 @@ async def test_models_that_see_nothing_have_nothing_prepared(
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2_5_VLForConditionalGeneration"]}')
     with pytest.raises(ConfigError, match=r"config\.json: of pictures: image_token_id names no token"):
         await start_preparer(tmp_path, tokenizer, Fetcher(), LIMITS)
+
+
+class SlowHost(Fetcher):
+    """A host whose files come in pieces of half a megabyte, and end when they may."""
+
+    def __init__(self) -> None:
+        super().__init__(["host"])
+        self.asked = 0
+        self.end = asyncio.Event()
+
+    async def fetch(self, url: str, field: str, hold: Callable[[int], None] = lambda _: None) -> bytes:
+        self.asked += 1
+        for _ in range(1 if url.endswith("small") else 6):
+            hold(512 * 1024)
+            await asyncio.sleep(0)
+        await self.end.wait()
+        return png(noise(40, 40))
+
+
+async def test_files_that_hosts_send_count_as_held_from_the_first_byte_until_they_are_decoded(qwen: Path) -> None:
+    async with preparer(qwen) as made:
+        slow = made._fetcher = SlowHost()
+        asks = [asyncio.create_task(prepare(made, [source(f"https://host/{index}")], "a")) for index in range(20)]
+        while slow.asked < 20 and not any(each.done() for each in asks):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        assert 0 < made._shared.total <= LIMITS.held_bytes
+        refused = [each for each in asks if each.done()]
+        assert refused and all(isinstance(each.exception(), ResourceExhaustedError) for each in refused)
+        other = asyncio.create_task(prepare(made, [source("https://host/small")], "b"))
+        await asyncio.sleep(0.05)
+        assert not other.done(), "another tenant finds room"
+        slow.end.set()
+        await asyncio.gather(other, *(each for each in asks if each not in refused))
+        assert made._shared.total == 0

@@ -140,6 +140,23 @@ def test_files_that_could_do_harm_are_refused_as_videos_and_the_error_says_why(c
         prepare_video(content, EachSecond(), LIMITS)
 
 
+def growing_gif(*corners: tuple[int, int]) -> bytes:
+    """A GIF of 8 x 8 pixels whose frames have theirs so far from its corner; each has a hundred bytes at most."""
+    made = bytearray(b"GIF89a" + struct.pack("<HHBBB", 8, 8, 0x80, 0, 0) + bytes(6))
+    for left, top in corners:
+        made += (
+            b"\x21\xf9\x04\0\x0a\0\0\0" + b"\x2c" + struct.pack("<HHHHB", left, top, 1, 1, 0) + b"\x02\x02\x44\x01\0"
+        )
+    return bytes(made + b";")
+
+
+def test_a_gif_is_refused_before_a_frame_makes_it_larger_than_pictures_may_be() -> None:
+    assert frames_of(growing_gif((0, 0), (7, 7)))[0].shape == (2, 8, 8, 3)
+    for corners in [((0, 0), (5000, 5000)), ((0, 0), (50, 50), (200, 100))]:
+        with pytest.raises(PictureError, match=r"frames of \d+ x \d+ pixels: the most are 10000"):
+            prepare_video(growing_gif(*corners), EachSecond(), LIMITS)
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

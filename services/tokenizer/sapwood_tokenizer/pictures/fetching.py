@@ -77,8 +77,13 @@ class Fetcher:
         self._port = port
         self._trust = trust
 
-    async def fetch(self, url: str, field: str) -> bytes:
+    async def fetch(self, url: str, field: str, hold: Callable[[int], None] = lambda _: None) -> bytes:
         """The file.
+
+        Args:
+            url: Where it is.
+            field: What errors name.
+            hold: Is called with each number of bytes of a host's file before they are kept; what it raises ends the fetch.
 
         Raises:
             InvalidArgumentError: It may not be asked for, or does not come; names ``field`` and says why.
@@ -87,7 +92,7 @@ class Fetcher:
             if url[:5].lower() == "data:":
                 return self._decoded(url)
             async with asyncio.timeout(self._seconds):
-                return await self._over_https(url)
+                return await self._over_https(url, hold)
         except TimeoutError:
             raise InvalidArgumentError(f"the picture did not come within {self._seconds:.3g} s", field=field) from None
         except (_RefusedError, httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
@@ -112,10 +117,10 @@ class Fetcher:
             raise _RefusedError(f"{len(content)} bytes: the most are {self._max_bytes}")
         return content
 
-    async def _over_https(self, url: str) -> bytes:
+    async def _over_https(self, url: str, hold: Callable[[int], None]) -> bytes:
         for _ in range(_MOST_REDIRECTS + 1):
             target = self._parsed(url)
-            status, location, content = await self._asked(target)
+            status, location, content = await self._asked(target, hold)
             if status in _REDIRECTS:
                 url = urljoin(f"https://{target.host}{target.path}", location)
             elif status == 200:
@@ -144,15 +149,18 @@ class Fetcher:
             raise _RefusedError("its host is not among those that may be asked (--pictures hosts)")
         return Target(host, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
 
-    async def _asked(self, target: Target) -> tuple[int, str, bytes]:
+    async def _asked(self, target: Target, hold: Callable[[int], None]) -> tuple[int, str, bytes]:
         """Status, place of a redirect, and content."""
         addresses = await self._resolve(target.host, self._port)
         if not addresses or not all(map(self._public, addresses)):
             raise _RefusedError("its host has an address that is not public, or none")
         address = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
-        verify = self._trust or ssl.create_default_context()
+        if self._trust is None:  # once: it reads all of the system's certificates
+            self._trust = ssl.create_default_context()
         async with (
-            httpx2.AsyncClient(verify=verify, trust_env=False, follow_redirects=False, timeout=self._seconds) as client,
+            httpx2.AsyncClient(
+                verify=self._trust, trust_env=False, follow_redirects=False, timeout=self._seconds
+            ) as client,
             client.stream(
                 "GET",
                 f"https://{address}:{self._port}{target.path}",
@@ -166,9 +174,10 @@ class Fetcher:
                 raise _RefusedError("the host compresses it, though it was asked not to")
             content = bytearray()
             async for part in response.aiter_raw():
-                content += part
-                if len(content) > self._max_bytes:
+                if len(content) + len(part) > self._max_bytes:
                     raise _RefusedError(f"it has more than {self._max_bytes} bytes")
+                hold(len(part))
+                content += part
             return 200, "", bytes(content)
 
 

@@ -34,6 +34,8 @@ from sapwood_tokenizer.pictures.videos import VideoLimits
 
 _TOO_MANY = "too many pictures wait to be decoded"
 _DETAILS = ("", "auto", "low", "high")
+_LEAST_FETCHED = 1024 * 1024
+"""Bytes that a fetch counts for at least."""
 _FRESH_SECONDS, _MOST_URLS = 60.0, 4096
 """How long an answer of a host holds, and of how many URLs one is remembered."""
 
@@ -103,6 +105,38 @@ class Placed:
 
     def __init__(self, span: PictureSpan, picture: Prepared) -> None:
         self.span, self.picture = span, picture
+
+
+class _Fetched:
+    """Counts the bytes of a file that a host sends, until it was decoded. Each fetch counts for some bytes before any came, so
+    that a slow host does not make connections without end.
+
+    Args:
+        shared: Where they count.
+        owner: Whose they are.
+    """
+
+    def __init__(self, shared: SharedBytes, owner: str) -> None:
+        self._shared, self._owner = shared, owner
+        self._counted = self._held = 0
+
+    def begin(self) -> None:
+        """A host is asked. Raises ResourceExhaustedError as :meth:`hold`."""
+        self._count(_LEAST_FETCHED)
+
+    def hold(self, size: int) -> None:
+        """Further bytes came. Raises ResourceExhaustedError where they are too many."""
+        self._held += size
+        if self._held > self._counted:
+            self._count(self._held - self._counted)
+
+    def release(self) -> None:
+        """The file is not needed any more."""
+        self._shared.release(self._owner, self._counted)
+
+    def _count(self, size: int) -> None:
+        self._shared.hold(self._owner, size)
+        self._counted += size
 
 
 class Preparer:
@@ -265,6 +299,13 @@ class Preparer:
             raise
 
     async def _found(self, source: Source, salt: str) -> Prepared:
+        fetched = _Fetched(self._shared, salt)
+        try:
+            return await self._get(source, salt, fetched)
+        finally:
+            fetched.release()
+
+    async def _get(self, source: Source, salt: str, fetched: _Fetched) -> Prepared:
         content, wanted = source.content, (salt.encode(), source.detail.encode(), source.what.encode())
         url = b""
         if isinstance(content, str):
@@ -273,7 +314,9 @@ class Preparer:
                 if (known := self._still(url)) is not None:
                     return known
             began = time.monotonic()
-            content = await self._fetcher.fetch(content, source.field)
+            if url:
+                fetched.begin()
+            content = await self._fetcher.fetch(content, source.field, fetched.hold)
             self.seconds["fetch"] += time.monotonic() - began if url else 0.0
         elif len(content) > self._limits.max_bytes:
             raise InvalidArgumentError(

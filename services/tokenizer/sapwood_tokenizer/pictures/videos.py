@@ -144,6 +144,7 @@ class _Moving(_Video):
         count, length = 0, 0.0
         for frame in ImageSequence.Iterator(self._image):  # each is decoded: only so GIF and WebP tell its length
             count += 1
+            _check(*frame.size, limits)  # a frame of a GIF that is larger than its picture makes that larger
             frame.load()
             length += frame.info.get("duration") or _NO_LENGTH
             if length > 1000 * limits.seconds:

@@ -1,6 +1,6 @@
 """``--deterministic`` beside the usual kernels on one GPU: what it costs, and whether it holds. Prints one JSON object a line.
 
-``products``: products with the layers' weights by tile, against torch's. ``decode``: a step of so many requests, both ways, and a
+``products`` and ``attention``: an 8B's by tile, products beside torch's. ``decode``: a step of so many requests, both ways, and a
 prompt of 8192 tokens. ``equal``: as many prompts as asked, in batches of 1, 7, 64 and 256: how many answers differ from those in
 batches of 1, in tokens or in any bit of a log probability; and how many do without the mode.
 
@@ -24,6 +24,10 @@ from commit import measured_commit
 from step_profile import record
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_kernels.attention.fixed_order import FixedOrderAttention
+from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
+from sapwood_kernels.attention.triton_prefill import AlikeTile
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.triton_fixed_order import FixedOrderProduct, Tile, tile_of
 
 SHAPES = {
@@ -78,13 +82,38 @@ def _tiles(count: int, *, gated: bool) -> list[Tile]:
         others = [Tile(128, 64, 4, 4), Tile(128, 64, 4, 3, 128), Tile(256, 64, 8, 3), Tile(128, wide, 8, 4)]
     else:
         others = [Tile(128, wide, 8, 3), Tile(256, 64, 8, 3)]
-    return list(dict.fromkeys([tile_of(count, gated=gated), *others[True]]))
+    return list(dict.fromkeys([tile_of(count, gated=gated), *others]))
 
 
 def _timed(calls: list[Callable[[], object]]) -> float:
     """Microseconds of a call, in a graph where they take turns."""
     found = triton.testing.do_bench_cudagraph(lambda: [call() for call in calls], rep=20, return_mode="median")
     return round(float(found) * 1000 / len(calls), 1)
+
+
+def attention(device: str) -> None:
+    """Microseconds of a layer's attention by tile, 32 heads of 128 on 8: 64 requests of 1100 keys, one of 8192 tokens."""
+    shape, variant = AttentionShape(32, 8, 128, 16, torch.bfloat16), Variant(128**-0.5, None, None)
+    ops = device_ops(device)
+    pages = 64 * 70
+    cache = StoredPages(*torch.randn(2, 2 * pages, 16, 8, 128, device=device, dtype=torch.bfloat16))
+    indices = torch.randperm(2 * pages, device=device)[:pages].to(torch.int32)
+    tiles = [AlikeTile(64, keys, stages) for keys in (32, 64, 128) for stages in (2, 3, 4, 5)] + [AlikeTile(32, 64, 4)]
+    for tokens, requests, keys in ((1, 64, 1100), (8192, 1, 8192)):
+        counts = torch.arange(requests + 1, dtype=torch.int32)
+        kept = PagedKeys(
+            counts * -(-keys // 16), indices, torch.full((requests,), (keys - 1) % 16 + 1, dtype=torch.int32)
+        )
+        query = torch.randn(tokens * requests, 32, 128, device=device, dtype=torch.bfloat16)
+        found: dict[str, float] = {}
+        for tile in tiles:
+            planned = FixedOrderAttention(None, indices, shape, variant, ops, tile)
+            planned.plan(counts * tokens, kept)
+            try:
+                found[str(tuple(tile))] = _timed([partial(planned.run, query, cache)])
+            except Exception as error:
+                print("#", tile, type(error).__name__, str(error)[:90], flush=True)
+        report(f"attention of {requests} x {tokens} over {keys}", min(found.values()), "us", tiles=found)
 
 
 def answers(engine: Engine, prompts: list[list[int]], batch: int, length: int) -> list[Answer]:
@@ -106,7 +135,7 @@ def answers(engine: Engine, prompts: list[list[int]], batch: int, length: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Folder with a config.json.")
-    parser.add_argument("--only", default="products,decode,equal", help="Which parts (default: all).")
+    parser.add_argument("--only", default="products,attention,decode,equal", help="Which parts (default: all).")
     parser.add_argument("--prompts", type=int, default=1000, help="Of the part equal (default: 1000).")
     parser.add_argument("--length", type=int, default=8, help="Tokens of each answer of it (default: 8).")
     parser.add_argument("--batches", default="1,7,64,256", help="Of the part equal (default: 1,7,64,256).")
@@ -119,6 +148,10 @@ def main() -> None:
     wanted = set(given.only.split(","))
     if "products" in wanted:
         products([int(each) for each in given.rows.split(",")], given.device)
+    if "attention" in wanted:
+        attention(given.device)
+    if not wanted & {"decode", "equal"}:
+        return
     draw = random.Random(3)
     prompts = [[draw.randint(10, 99999) for _ in range(draw.randint(20, 300))] for _ in range(given.prompts)]
     usual: dict[str, float] = {}

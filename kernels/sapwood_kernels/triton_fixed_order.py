@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     inputs: int = 64
 
 
-_TILES = (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+_TILES = (Tile(16, 64, 4, 6), Tile(32, 64, 4, 6), Tile(64, 64, 4, 6), Tile(128, 64, 4, 4))
 _MANY = Tile(128, 128, 8, 4)
 _MANY_GATED = Tile(256, 64, 8, 3)
 

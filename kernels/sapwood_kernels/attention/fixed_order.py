@@ -13,12 +13,27 @@ import triton
 from torch import Tensor
 
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
-from sapwood_kernels.attention.triton_prefill import cut_tiles, prefill_attention
+from sapwood_kernels.attention.triton_prefill import AlikeTile, cut_tiles, prefill_attention
 from sapwood_kernels.ops.device import DeviceOps
 
 _ROWS = 64
 """Rows of a tile: the fewest for the matrix units' instruction that computes many, so that decodes read keys and wait for little
 else."""
+_BLOCKS = {16: (64, 5), 32: (32, 4)}
+"""Bits of a number -> keys of a block and stages, for heads of up to 128 elements; wider ones have blocks of 32 keys."""
+
+
+def alike_tile(group: int, dim: int, dtype: torch.dtype) -> AlikeTile:
+    """The tile of all tokens of a model.
+
+    Args:
+        group: Query heads that share a key/value head.
+        dim: Elements of a head.
+        dtype: The queries' dtype.
+    """
+    keys, stages = _BLOCKS[8 * dtype.itemsize]
+    rows = max(_ROWS, int(triton.next_power_of_2(group)))
+    return AlikeTile(rows, keys, stages) if dim <= 128 else AlikeTile(rows, 32, 3)
 
 
 class FixedOrderAttention:
@@ -31,15 +46,22 @@ class FixedOrderAttention:
         shape: The shape that all layers share.
         variant: The kind of layer.
         ops: The device's operations.
+        tile: What a program takes; None: as :func:`alike_tile` says.
     """
 
     def __init__(
-        self, batch: int | None, indices: Tensor, shape: AttentionShape, variant: Variant, ops: DeviceOps
+        self,
+        batch: int | None,
+        indices: Tensor,
+        shape: AttentionShape,
+        variant: Variant,
+        ops: DeviceOps,
+        tile: AlikeTile | None = None,
     ) -> None:
         self._pages, self._shape, self._variant, self._ops = indices, shape, variant, ops
         group = shape.num_heads // shape.num_kv_heads
-        self._rows = max(_ROWS, int(triton.next_power_of_2(group)))
-        self._tokens = self._rows // group
+        self._tile = tile or alike_tile(group, shape.head_dim, shape.dtype)
+        self._tokens = self._tile.rows // group
         self._fixed = batch is not None
         self._tiles = self._starts = self._indptr = self._lengths = torch.zeros(0, dtype=torch.int32)
         if batch is not None:
@@ -72,5 +94,5 @@ class FixedOrderAttention:
         return prefill_attention(
             query, cache.keys, cache.values, self._tiles, self._starts, self._indptr, self._pages, self._lengths,
             scale=variant.scale, window=variant.window, chunked=variant.chunked, softcap=variant.softcap, sinks=cache.sinks,
-            kv_scales=cache.scales, out=out, alike_rows=self._rows,
+            kv_scales=cache.scales, out=out, alike=self._tile,
         )  # fmt: skip

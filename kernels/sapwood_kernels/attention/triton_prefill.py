@@ -10,6 +10,8 @@ Cost: T^2 / 2 products a head without a window, T (window + tile) with one. Boun
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,6 +24,20 @@ from sapwood_kernels.attention.triton_block import LOG2_E, attend_block, oldest_
 _LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
 _TILE_BYTES = 32768  # of a tile's queries, and of a block's keys and values: fits in 99 KiB of shared memory
 _HOPPER = (9, 0)  # which has 227
+
+
+class AlikeTile(NamedTuple):
+    """What a program takes where results are the same for all tiles of a model.
+
+    Attributes:
+        rows: Rows of a tile, as :func:`tile_rows` says.
+        keys: Keys of a block.
+        stages: As :func:`key_blocks` says.
+    """
+
+    rows: int
+    keys: int
+    stages: int
 
 
 @triton.jit(do_not_specialize_on_alignment=["pages"])  # decodes of the step name theirs before
@@ -178,7 +194,7 @@ def prefill_attention(
     out: Tensor | None = None,
     causal: bool = True,
     sums: Tensor | None = None,
-    alike_rows: int | None = None,
+    alike: AlikeTile | None = None,
 ) -> Tensor:
     """Computes ``reference.paged_attention``; does not wait for the device.
 
@@ -197,8 +213,8 @@ def prefill_attention(
         causal: Whether the tokens are the last ones of their request, and see the tokens before them; else they see all of its
             keys (at least one), without a window.
         sums: float32 [T, H]: gets the logarithms, to base 2, of the sums of weights.
-        alike_rows: Rows of a tile, with which a token's result is the same to the bit in whatever tile it stands; None:
-            :func:`tile_rows`, and results that may differ by rounding.
+        alike: The tile with which a token's result is the same to the bit wherever in a tile it stands; None: by shape and
+            device, and results may differ by rounding.
 
     Returns:
         [T, H, D].
@@ -209,9 +225,9 @@ def prefill_attention(
     assert key_pages.stride() == value_pages.stride() and key_pages.stride(3) == 1, "keys and values lie differently"
     group = heads // kv_heads
     out = torch.empty_like(query) if out is None else out
-    rows = alike_rows or tile_rows(group, dim, query.dtype)
+    rows = tile_rows(group, dim, query.dtype) if alike is None else alike.rows
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (0, 0)
-    block, stages = key_blocks(dim, query.dtype, capability)
+    block, stages = key_blocks(dim, query.dtype, capability) if alike is None else (alike.keys, alike.stages)
     _prefill_kernel[(len(tiles), kv_heads)](
         query, key_pages, value_pages, tiles, starts, indptr, lengths, pages, query if sinks is None else sinks, out,
         out if sums is None else sums, scale * kv_scales[0], kv_scales[1], softcap or 1.0, heads, *key_pages.stride()[:3],
@@ -219,6 +235,6 @@ def prefill_attention(
         SINKS=sinks is not None, SUMS=sums is not None, FLOAT8=key_pages.dtype == torch.float8_e4m3fn,
         TOKENS=rows // group, ROWS=rows,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK=block,
-        STAGES=stages if query.is_cuda else 0, ALIKE=alike_rows is not None, num_warps=num_warps(rows),
+        STAGES=stages if query.is_cuda else 0, ALIKE=alike is not None, num_warps=num_warps(rows),
     )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ dropped for room: the code that adds them asks for :meth:`Store.total` before, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,6 +37,7 @@ COUNTED = frozenset(GROUPS) - frozenset(CHILDREN.values()) - {"job", "rerun"}
 """Kinds that count as records of their tenant; of the others only the bytes count."""
 OVERHEAD = 512
 """Bytes that count for each record beside its body."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -65,6 +67,11 @@ class Record(msgspec.Struct, frozen=True):
     def size(self) -> int:
         """Bytes that count for it."""
         return len(self.body) + OVERHEAD
+
+
+def can_be_key(text: str) -> bool:
+    """Whether a record can have such a key, or such a parent: Postgres has no NUL in its texts, and UTF-8 no surrogates."""
+    return "\0" not in text and not _SURROGATES.search(text)
 
 
 @dataclass(frozen=True, slots=True)

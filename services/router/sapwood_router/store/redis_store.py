@@ -27,7 +27,7 @@ from redis import asyncio as redis
 from redis.exceptions import RedisError
 
 from sapwood_common.errors import UnavailableError
-from sapwood_router.store.records import CHILDREN, COUNTED, GROUPS, KEPT, OVERHEAD, Record, Retention
+from sapwood_router.store.records import CHILDREN, COUNTED, GROUPS, KEPT, OVERHEAD, Record, Retention, can_be_key
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 30.0
 _MOST_CONNECTIONS = 16
@@ -304,14 +304,14 @@ class RedisStore:
 
     async def get(self, kind: str, tenant: str, key: str) -> Record | None:
         """See :class:`Store`."""
-        if "\0" in key:
+        if not can_be_key(key):
             return None
         found = await self._run("get", kind, tenant, key)
         return None if found is None else _record(found)
 
     async def chain(self, kind: str, tenant: str, key: str, most: int) -> list[Record]:
         """See :class:`Store`."""
-        if "\0" in key:
+        if not can_be_key(key):
             return []
         return [_record(each) for each in await self._run("chain", self._now(most), kind, tenant, key, most)]
 
@@ -326,11 +326,15 @@ class RedisStore:
         newest_first: bool = False,
     ) -> list[Record]:
         """See :class:`Store`."""
+        if not can_be_key(parent):
+            return []
         found = await self._run("below", kind, tenant, parent, limit, int(newest_first), *(after or ()))
         return [_record(each) for each in found]
 
     async def positions(self, kind: str, tenant: str, parent: str) -> list[int]:
         """See :class:`Store`."""
+        if not can_be_key(parent):
+            return []
         return [int(float(each)) for each in (await self._run("positions", kind, tenant, parent))[1::2]]
 
     async def every(self, kind: str, *, after: tuple[str, str] | None = None, limit: int = 100) -> list[Record]:
@@ -340,7 +344,7 @@ class RedisStore:
 
     async def delete(self, kind: str, tenant: str, key: str) -> bool:
         """See :class:`Store`."""
-        return "\0" not in key and bool(await self._run("delete", kind, tenant, key))
+        return can_be_key(key) and bool(await self._run("delete", kind, tenant, key))
 
     async def empty(self, kind: str, tenant: str, parent: str) -> None:
         """See :class:`Store`."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from sapwood_router.store.records import CHILDREN, COUNTED, GROUPS, KEPT, Record, Retention
+from sapwood_router.store.records import CHILDREN, COUNTED, GROUPS, KEPT, Record, Retention, can_be_key
 
 Row = Sequence[Any]
 T = TypeVar("T")
@@ -81,13 +81,13 @@ class SqlStore:
         return await self._driver.run(partial(self._swap, record), writes=True)
 
     async def get(self, kind: str, tenant: str, key: str) -> Record | None:
-        if "\0" in key:  # Postgres has no such texts
+        if not can_be_key(key):
             return None
         rows = await self._rows(f"SELECT {_COLUMNS} FROM sapwood_records WHERE {_KEY}", kind, tenant, key)
         return _record(rows[0]) if rows else None
 
     async def chain(self, kind: str, tenant: str, key: str, most: int) -> list[Record]:
-        if "\0" in key:
+        if not can_be_key(key):
             return []
         return await self._driver.run(partial(self._chain, kind, tenant, key, most), writes=True)
 
@@ -101,6 +101,8 @@ class SqlStore:
         limit: int = 100,
         newest_first: bool = False,
     ) -> list[Record]:
+        if not can_be_key(parent):
+            return []
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
         beyond, place = (f" AND (position, key) {sign} (?, ?)", after) if after is not None else ("", ())
         rows = await self._rows(
@@ -111,6 +113,8 @@ class SqlStore:
         return [_record(row) for row in rows]
 
     async def positions(self, kind: str, tenant: str, parent: str) -> list[int]:
+        if not can_be_key(parent):
+            return []
         statement = (
             "SELECT position FROM sapwood_records WHERE kind = ? AND tenant = ? AND parent = ? ORDER BY position"
         )
@@ -125,7 +129,7 @@ class SqlStore:
         return [_record(row) for row in rows]
 
     async def delete(self, kind: str, tenant: str, key: str) -> bool:
-        if "\0" in key:
+        if not can_be_key(key):
             return False
         return await self._driver.run(partial(self._delete, kind, tenant, key), writes=True)
 

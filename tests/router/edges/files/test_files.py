@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from sapwood_common.tenants.api_keys import hash_key, make_key
+from sapwood_router.edges.files.store import FileObject
+from sapwood_router.store.records import Record
 
 FILES = "/v1/files"
 
@@ -133,3 +136,35 @@ async def test_files_of_other_tenants_are_not_there(make_cluster, tmp_path) -> N
             with pytest.raises(openai.NotFoundError):
                 await call
         assert (await alice.files.content(made.id)).content == b"x"
+
+
+async def test_files_are_listed_page_by_page(make_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make_cluster(1) as cluster:
+        client, store = cluster.openai, cluster.router._store
+        files = [
+            FileObject(f"file-{number:04}", 1, number // 3, "n", "batch" if number % 2 else "evals", "processed")
+            for number in range(1200)
+        ]
+        files[7].status = "uploaded"
+        await store.put(
+            [Record("file", "", each.id, msgspec.json.encode(each), position=each.created_at) for each in files]
+        )
+        names = [each.id for each in files if each.status == "processed"]
+        sizes: list[int] = []
+        below = store.below
+
+        async def counted(*arguments, **options):
+            found = await below(*arguments, **options)
+            sizes.append(len(found))
+            return found
+
+        monkeypatch.setattr(store, "below", counted)
+        page = await client.files.list(limit=3)
+        assert [each.id for each in page.data] == names[:-4:-1]
+        assert page.has_more and max(sizes) <= 500 and len(sizes) == 1, "no page reads the whole list"
+        assert [each.id async for each in await client.files.list(limit=250)] == names[::-1]
+        assert [each.id async for each in await client.files.list(order="asc", limit=700)] == names
+        evals = [each.id async for each in await client.files.list(order="asc", purpose="evals", limit=100)]
+        assert evals == [each.id for each in files if each.purpose == "evals"]
+        with pytest.raises(openai.NotFoundError):
+            await client.files.list(after="file-x")

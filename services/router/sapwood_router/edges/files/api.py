@@ -12,7 +12,7 @@ import python_multipart
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_router.edges.files.store import FileObject, FileStore, FileWriter
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.listing import listing
+from sapwood_router.edges.http.listing import no_item, page_body, page_query
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.routes import Ask, Route
 
@@ -23,6 +23,7 @@ _PURPOSES = ("batch", "user_data", "assistants", "fine-tune", "vision", "evals")
 _MOST_DROPPED = 32 * 1024 * 1024
 _LONGEST_FIELD = 1024
 _MOST_PARTS = 32
+_MOST_LISTED = 10_000
 _LEAST_SECONDS, _MOST_SECONDS = 3600, 2_592_000
 
 
@@ -84,15 +85,20 @@ class FilesApi:
         """Lists files.
 
         Raises:
-            SapwoodError: The query makes no sense.
+            SapwoodError: The query makes no sense, or names a file that there is not.
         """
-        purpose = exchange.query.get("purpose")
-        found = [
-            msgspec.to_builtins(each)
-            for each in await self._files.all(exchange.tenant)
-            if purpose is None or each.purpose == purpose
-        ]
-        await exchange.send_body(200, listing(found, exchange.query, usual=10_000, most=10_000))
+        asked = page_query(exchange.query, usual=_MOST_LISTED, most=_MOST_LISTED)
+        found = await self._files.page(
+            exchange.tenant,
+            asked.limit + 1,
+            newest_first=asked.newest_first,
+            after=asked.after,
+            purpose=exchange.query.get("purpose"),
+        )
+        if found is None:
+            raise no_item(asked.after or "")
+        page = [msgspec.to_builtins(each) for each in found[: asked.limit]]
+        await exchange.send_body(200, page_body(page, more=len(found) > asked.limit))
 
     async def show(self, exchange: Exchange) -> None:
         """Shows a file, or gives its content out.

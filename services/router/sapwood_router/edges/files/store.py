@@ -17,6 +17,7 @@ from sapwood_router.store.records import FILES, Record, Store
 
 _CHUNK = 256 * 1024
 _UNFINISHED_SECONDS = 86400
+_READ_AT_ONCE = 500
 MOST_FILE_BYTES = 512 * 1024 * 1024
 """Bytes of one file, as with OpenAI."""
 
@@ -69,7 +70,7 @@ class FileStore:
         if file_id:
             await self._store.delete("file", tenant, file_id)
         unfinished = int(time.time()) + _UNFINISHED_SECONDS
-        await self._store.put([Record("file", tenant, made.id, msgspec.json.encode(made), expires=unfinished)])
+        await self._store.put([_record(tenant, made, unfinished)])
         return FileWriter(self if bounded else None, self._store, tenant, made)
 
     async def check_room(self, tenant: str, more: int) -> None:
@@ -94,16 +95,35 @@ class FileStore:
             raise NotFoundError(f"there is no file {file_id[:100]!r} here, or no longer", field=field)
         return known
 
-    async def all(self, tenant: str) -> list[FileObject]:
-        """All finished files, oldest first."""
+    async def page(
+        self, tenant: str, limit: int, *, newest_first: bool, after: str | None, purpose: str | None
+    ) -> list[FileObject] | None:
+        """Some finished files in order of their making; None: there is none that is called ``after``.
+
+        Args:
+            tenant: Whose.
+            limit: Most of them.
+            newest_first: The order.
+            after: The file before them; None: they are the first.
+            purpose: What they are for; None: anything.
+        """
+        place: tuple[int, str] | None = None
+        if after is not None:
+            record = await self._store.get("file", tenant, after)
+            if record is None:
+                return None
+            place = record.position, record.key
         found: list[FileObject] = []
-        after: tuple[int, str] | None = None
-        while page := await self._store.below("file", tenant, "", after=after, limit=1000):
-            found += [msgspec.json.decode(record.body, type=FileObject) for record in page]
-            after = page[-1].position, page[-1].key
-        return sorted(
-            (each for each in found if each.status == "processed"), key=lambda each: (each.created_at, each.id)
-        )
+        while len(found) < limit:
+            records = await self._store.below(
+                "file", tenant, "", after=place, limit=_READ_AT_ONCE, newest_first=newest_first
+            )
+            known = [msgspec.json.decode(record.body, type=FileObject) for record in records]
+            found += [each for each in known if each.status == "processed" and purpose in (None, each.purpose)]
+            if len(records) < _READ_AT_ONCE:
+                break
+            place = records[-1].position, records[-1].key
+        return found[:limit]
 
     async def delete(self, tenant: str, file_id: str) -> None:
         """Forgets a file.
@@ -183,8 +203,7 @@ class FileWriter:
         if self._buffer:
             await self._put(bytes(self._buffer))
         self._made.status = "processed"
-        body = msgspec.json.encode(self._made)
-        await self._store.put([Record("file", self._tenant, self._made.id, body, expires=self._made.expires_at or 0)])
+        await self._store.put([_record(self._tenant, self._made, self._made.expires_at or 0)])
         return self._made
 
     async def discard(self) -> None:
@@ -195,3 +214,8 @@ class FileWriter:
         key = f"{self._made.id}/{self._chunks:08x}"
         await self._store.put([Record("chunk", self._tenant, key, chunk, self._made.id, self._chunks)])
         self._chunks += 1
+
+
+def _record(tenant: str, made: FileObject, expires: int) -> Record:
+    body = msgspec.json.encode(made)
+    return Record("file", tenant, made.id, body, position=made.created_at, expires=expires)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sapwood_common.errors import ConfigError, UnavailableError
 from sapwood_router.store.opening import open_store
-from sapwood_router.store.records import CHILDREN, COUNTED, FILES, GROUPS, KEPT, Record, Retention
+from sapwood_router.store.records import CHILDREN, COUNTED, FILES, GROUPS, KEPT, MOST_AT_ONCE, Record, Retention
 
 KINDS, TENANTS, KEYS = sorted(GROUPS), ["", "alice", "bob"], ["a", "b", "c"]
 STEPS = st.tuples(
@@ -226,3 +226,24 @@ async def test_routers_that_share_a_redis_see_each_others_records(redis_url) -> 
     assert await second.total("t", FILES) == (0, 200 * Record("line", "t", "0", b"").size)
     await first.close()
     await second.close()
+
+
+@pytest.mark.slow  # hundreds of megabytes
+async def test_one_call_gives_no_more_large_records_than_fit_into_memory(open_one) -> None:
+    body = bytes(MOST_AT_ONCE * 2 // 5)
+    async with open_one() as store:
+        for number in range(5):
+            parent = f"r{number - 1}" if number else ""
+            await store.put([Record("item", "a", f"i{number}", body, parent="c", position=number)])
+            await store.put([Record("response", "a", f"r{number}", body, parent=parent)])
+        first = await store.below("item", "a", "c", limit=100)
+        assert [each.key for each in first] == ["i0", "i1", "i2"]
+        rest = await store.below("item", "a", "c", after=(2, "i2"), limit=100)
+        assert [each.key for each in rest] == ["i3", "i4"]
+        assert [each.key for each in await store.below("item", "a", "c", limit=100, newest_first=True)] == [
+            "i4",
+            "i3",
+            "i2",
+        ]
+        assert [each.key for each in await store.below("item", "a", "c", limit=1)] == ["i0"]
+        assert [each.key for each in await store.chain("response", "a", "r4", 100)] == ["r4", "r3", "r2"]

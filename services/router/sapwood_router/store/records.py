@@ -37,6 +37,8 @@ COUNTED = frozenset(GROUPS) - frozenset(CHILDREN.values()) - {"job", "rerun"}
 """Kinds that count as records of their tenant; of the others only the bytes count."""
 OVERHEAD = 512
 """Bytes that count for each record beside its body."""
+MOST_AT_ONCE = 64 * 1024 * 1024
+"""Bytes of bodies after which a store gives no further record in one call. No request takes a conversation of as many."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -109,7 +111,8 @@ class Store(Protocol):
         ...
 
     async def chain(self, kind: str, tenant: str, key: str, most: int) -> list[Record]:
-        """A record, the one that is its ``parent``, and so on, at most so many; all count as used. Ends where one is missing."""
+        """A record, the one that is its ``parent``, and so on, at most so many; all count as used. Ends where one is missing, and
+        where the bodies have ``MOST_AT_ONCE`` bytes."""
         ...
 
     async def below(
@@ -122,7 +125,8 @@ class Store(Protocol):
         limit: int = 100,
         newest_first: bool = False,
     ) -> list[Record]:
-        """Records of a parent by position and key, those after a place."""
+        """Records of a parent by position and key, those after a place. Fewer than ``limit`` are not all: the bodies may have
+        ``MOST_AT_ONCE`` bytes. None: there are no more."""
         ...
 
     async def positions(self, kind: str, tenant: str, parent: str) -> list[int]:

@@ -27,7 +27,17 @@ from redis import asyncio as redis
 from redis.exceptions import RedisError
 
 from sapwood_common.errors import UnavailableError
-from sapwood_router.store.records import CHILDREN, COUNTED, GROUPS, KEPT, OVERHEAD, Record, Retention, can_be_key
+from sapwood_router.store.records import (
+    CHILDREN,
+    COUNTED,
+    GROUPS,
+    KEPT,
+    MOST_AT_ONCE,
+    OVERHEAD,
+    Record,
+    Retention,
+    can_be_key,
+)
 
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 30.0
 _MOST_CONNECTIONS = 16
@@ -47,7 +57,7 @@ _SCRIPT = "\n".join(
         _table("CHILDREN", CHILDREN),
         _table("COUNTED", dict.fromkeys(sorted(COUNTED), "1")),
         _table("GIVES_WAY", dict.fromkeys(sorted(_KEPT_KINDS), "1")),
-        f"local OVERHEAD, KEPT = {OVERHEAD}, '{KEPT}'",
+        f"local OVERHEAD, KEPT, MOST_AT_ONCE = {OVERHEAD}, '{KEPT}', {MOST_AT_ONCE}",
         r"""
 local P = 'sapwood:'
 local call = redis.call
@@ -175,12 +185,13 @@ end
 function operations.get() return read(A[2], A[3], A[4]) end
 
 function operations.chain()
-  local found, seen, key = {}, {}, A[5]
-  while key ~= '' and not seen[key] and #found < tonumber(A[6]) do
+  local found, seen, key, held = {}, {}, A[5], 0
+  while key ~= '' and not seen[key] and #found < tonumber(A[6]) and held < MOST_AT_ONCE do
     seen[key] = true
     local record = read(A[3], A[4], key)
     if not record then break end
     found[#found + 1] = record
+    held = held + #record[4]
     key = record[5]
   end
   for at, record in ipairs(found) do use(A[3], A[4], record[3], A[2] + at - 1) end
@@ -206,8 +217,13 @@ function operations.below()
     end
     keys = call('ZRANGE', index, first, first + limit - 1)
   end
-  local found = {}
-  for _, key in ipairs(keys) do found[#found + 1] = read(A[2], A[3], key) end
+  local found, held = {}, 0
+  for _, key in ipairs(keys) do
+    if held >= MOST_AT_ONCE then break end
+    local record = read(A[2], A[3], key)
+    found[#found + 1] = record
+    held = held + #record[4]
+  end
   return found
 end
 

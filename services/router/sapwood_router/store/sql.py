@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from sapwood_router.store.records import CHILDREN, COUNTED, GROUPS, KEPT, Record, Retention, can_be_key
+from sapwood_router.store.records import CHILDREN, COUNTED, GROUPS, KEPT, MOST_AT_ONCE, Record, Retention, can_be_key
 
 Row = Sequence[Any]
 T = TypeVar("T")
@@ -105,10 +105,18 @@ class SqlStore:
             return []
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
         beyond, place = (f" AND (position, key) {sign} (?, ?)", after) if after is not None else ("", ())
+        # Lengths are looked at before any body is read.
+        sizes = (
+            "SELECT key, position, length(body) AS size FROM sapwood_records WHERE kind = ? AND tenant = ? AND parent = ?"
+            f"{beyond} ORDER BY position {order}, key {order} LIMIT ?"
+        )
+        page = f"SELECT key, SUM(size) OVER (ORDER BY position {order}, key {order}) - size AS earlier FROM ({sizes}) AS sizes"
+        columns = ", ".join(f"sapwood_records.{name}" for name in _COLUMNS.split(", "))
         rows = await self._rows(
-            f"SELECT {_COLUMNS} FROM sapwood_records WHERE kind = ? AND tenant = ? AND parent = ?{beyond} "
-            f"ORDER BY position {order}, key {order} LIMIT ?",
-            *(kind, tenant, parent, *place, limit),
+            f"SELECT {columns} FROM ({page}) AS page JOIN sapwood_records ON sapwood_records.kind = ? AND "
+            "sapwood_records.tenant = ? AND sapwood_records.key = page.key WHERE page.earlier < ? "
+            f"ORDER BY sapwood_records.position {order}, sapwood_records.key {order}",
+            *(kind, tenant, parent, *place, limit, kind, tenant, MOST_AT_ONCE),
         )
         return [_record(row) for row in rows]
 
@@ -212,12 +220,14 @@ class SqlStore:
     def _chain(self, kind: str, tenant: str, key: str, most: int) -> Operation[list[Record]]:
         found: list[Record] = []
         seen: set[str] = set()
-        while key and key not in seen and len(found) < most:
+        held = 0
+        while key and key not in seen and len(found) < most and held < MOST_AT_ONCE:
             seen.add(key)
             rows = yield f"SELECT {_COLUMNS} FROM sapwood_records WHERE {_KEY}", (kind, tenant, key)
             if not rows:
                 break
             found.append(_record(rows[0]))
+            held += len(found[-1].body)
             key = found[-1].parent
         for record in found:  # the oldest last: those that go on from it are of no use without it
             yield f"UPDATE sapwood_records SET used = ? WHERE {_KEY}", (self._now(), *_key_of(record))

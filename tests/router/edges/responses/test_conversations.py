@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from sapwood_common.tenants.api_keys import hash_key, make_key
+from sapwood_router.edges.responses import store as kept
+from sapwood_router.store import sql
 
 HELLO = {"type": "message", "role": "user", "content": "hello"}
 
@@ -171,3 +173,31 @@ async def test_a_response_in_the_background_is_cancelled_by_another_router(make_
         assert (await other.openai.responses.cancel(begun.id)).status == "cancelled"
         await wait_until(lambda: one.calls()[0].outcome == "cancelled")
         assert (await one.openai.responses.retrieve(begun.id)).status == "cancelled"
+
+
+async def test_a_conversation_of_more_bytes_than_a_request_may_have_is_listed_in_pages_and_not_gone_on_from(
+    make_cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sql, kept):
+        monkeypatch.setattr(module, "MOST_AT_ONCE", 10_000)
+    async with make_cluster(1, store="memory") as cluster:
+        client = cluster.openai
+        texts = [str(number) * 4000 for number in range(8)]
+        made = await client.conversations.create(items=[{**HELLO, "content": text} for text in texts])
+        items = client.conversations.items
+        first = await items.list(made.id, order="asc", limit=100)
+        assert len(first.data) == 3 and first.has_more
+        assert [item.content[0].text async for item in first] == texts
+        assert [item.content[0].text async for item in await items.list(made.id, limit=2)] == texts[::-1]
+        with pytest.raises(openai.BadRequestError, match="more than 10000 bytes") as caught:
+            await client.responses.create(model="fake", input="go", conversation=made.id)
+        assert caught.value.param == "conversation"
+        with pytest.raises(openai.NotFoundError):
+            await items.list(made.id, after="msg_x")
+
+        cluster.answer_with("ok")
+        last = await client.responses.create(model="fake", input="x" * 2000)
+        last = await client.responses.create(model="fake", input="x" * 2000, previous_response_id=last.id)
+        with pytest.raises(openai.BadRequestError, match="more than 10000 bytes") as caught:
+            await client.responses.create(model="fake", input="go", previous_response_id=last.id)
+        assert caught.value.param == "previous_response_id"

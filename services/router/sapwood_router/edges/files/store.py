@@ -120,7 +120,7 @@ class FileStore:
             )
             known = [msgspec.json.decode(record.body, type=FileObject) for record in records]
             found += [each for each in known if each.status == "processed" and purpose in (None, each.purpose)]
-            if len(records) < _READ_AT_ONCE:
+            if not records:
                 break
             place = records[-1].position, records[-1].key
         return found[:limit]

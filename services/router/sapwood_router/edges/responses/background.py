@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 PATH = "/v1/responses"
 _HOLD_SECONDS, _LOOK_SECONDS = 15.0, 5.0
+_READ_AT_ONCE = 4
+"""Requests: each may have as many bytes as a body."""
 
 
 class _Rerun(msgspec.Struct):
@@ -167,7 +169,7 @@ class Background:
 
     async def _look(self, ask: AskInner, tenant_named: Callable[[str], Tenant] | None) -> None:
         after: tuple[str, str] | None = None
-        while page := await self._store.every("rerun", after=after):
+        while page := await self._store.every("rerun", after=after, limit=_READ_AT_ONCE):
             for record in page:
                 after = record.tenant, record.key
                 found = _DECODER.decode(record.body)

@@ -12,7 +12,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_net.pacing.steps import in_turns
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
-from sapwood_router.edges.http.listing import listing
+from sapwood_router.edges.http.listing import listing, no_item, page_body, page_query
 from sapwood_router.edges.http.metadata import checked_metadata
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.responses.items import Conversation, input_items
@@ -124,8 +124,17 @@ class ConversationsApi:
         if item_id:
             found = await self._store.item(exchange.tenant, conversation_id, item_id)
         elif below:
-            found = listing(await self._store.items(exchange.tenant, conversation_id), exchange.query)
+            found = await self._page(exchange, conversation_id)
         await exchange.send_body(200, found)
+
+    async def _page(self, exchange: Exchange, conversation_id: str) -> bytes:
+        asked = page_query(exchange.query)
+        found = await self._store.page(
+            exchange.tenant, conversation_id, asked.limit, newest_first=asked.newest_first, after=asked.after
+        )
+        if found is None:
+            raise no_item(asked.after or "")
+        return page_body(found[0], more=found[1])
 
     async def delete(self, exchange: Exchange) -> None:
         """Forgets a conversation with its items, or one item.

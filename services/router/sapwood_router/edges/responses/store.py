@@ -10,7 +10,7 @@ import msgspec
 
 from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_router.request.context import Turn
-from sapwood_router.store.records import Record, Retention, Store
+from sapwood_router.store.records import MOST_AT_ONCE, Record, Retention, Store
 
 MOST_TURNS = 32_768
 """The most turns of a conversation, including earlier responses: no tokenizer takes more fields, and the router checks all turns
@@ -97,11 +97,12 @@ class ResponseStore:
 
         Raises:
             NotFoundError: The response, or one that it continues, is not kept; the error names ``field``.
-            InvalidArgumentError: The conversation has more turns than are looked at in one piece.
+            InvalidArgumentError: The conversation has more turns or bytes than are looked at in one piece.
         """
         records = await self._store.chain("response", tenant, response_id, MOST_TURNS)
         if not records:
             raise _lost(response_id, field)
+        _check_bytes(records, field)
         chain = [_DECODER.decode(record.body) for record in records]
         for response in chain:
             if not response.done:
@@ -183,6 +184,30 @@ class ConversationStore:
         await self.item(tenant, conversation_id, item_id)
         await self._store.delete("item", tenant, _item_key(conversation_id, item_id))
 
+    async def page(
+        self, tenant: str, conversation_id: str, limit: int, *, newest_first: bool, after: str | None
+    ) -> tuple[list[dict[str, Any]], bool] | None:
+        """Some items, and whether more follow; fewer where they are large. None: there is none that is called ``after``.
+
+        Args:
+            tenant: Whose.
+            conversation_id: Of which conversation.
+            limit: Most of them.
+            newest_first: The order.
+            after: The id of the item before them; None: they are the first.
+        """
+        place: tuple[int, str] | None = None
+        if after is not None:
+            record = await self._store.get("item", tenant, _item_key(conversation_id, after))
+            if record is None:
+                return None
+            place = record.position, record.key
+        found = await self._store.below(
+            "item", tenant, conversation_id, after=place, limit=limit + 1, newest_first=newest_first
+        )
+        is_cut = sum(len(each.body) for each in found) >= MOST_AT_ONCE
+        return [msgspec.json.decode(each.body) for each in found[:limit]], is_cut or len(found) > limit
+
     async def items(self, tenant: str, conversation_id: str) -> list[dict[str, Any]]:
         """All items in order.
 
@@ -196,13 +221,19 @@ class ConversationStore:
             found += page
             if len(found) > MOST_TURNS:
                 raise InvalidArgumentError(f"the conversation has more than {MOST_TURNS} items", field="conversation")
-            if len(page) < _READ_AT_ONCE:
+            _check_bytes(found, "conversation")
+            if not page:
                 return [msgspec.json.decode(record.body) for record in found]
             after = page[-1].position, page[-1].key
 
 
 def _item_key(conversation_id: str, item_id: str) -> str:
     return f"{conversation_id}/{item_id}"
+
+
+def _check_bytes(records: Sequence[Record], field: str) -> None:
+    if sum(len(each.body) for each in records) >= MOST_AT_ONCE:
+        raise InvalidArgumentError(f"the conversation has more than {MOST_AT_ONCE} bytes", field=field)
 
 
 def _lost(response_id: str, field: str | None) -> NotFoundError:

@@ -295,6 +295,34 @@ async def test_what_a_model_repeats_without_end_does_not_keep_the_browser(make_c
         assert page.complaints() == []
 
 
+async def test_no_answer_breaks_the_page_or_keeps_the_browser(make_cluster, browser) -> None:
+    names = ("constructor", "__proto__", "toString", "valueOf", "hasOwnProperty")
+    texts = [f"```{name}\nx = 1\n```" for name in names]
+    texts += [f"$\\{name}$ and $\\begin{{{name}}} a \\end{{{name}}}$ and $\\mathbb{{{name}}}$" for name in names]
+    texts += [
+        r"$" + r"\bm" * 1300 + "x$",
+        r"$" + r"\sqrt" * 700 + "x$",
+        "$" + "{" * 3000 + "$",
+        "$" + r"\hat" * 900 + "$",
+    ]
+    columns = 3000
+    texts += ["|a" * columns + "\n" + "|-" * columns + "\n" + "|\n" * 3000, "|a|b|\n|-|-|\n" + "|c|d|\n" * 20]
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        says(cluster, "\n\n".join([*texts, "THE END"]))
+        await ask(page, "break")
+        await page.shows(".turn.assistant .actions", "Retry")
+        shown = await page.text(".turn.assistant .text")
+        assert "THE END" in shown
+        assert "native code" not in shown
+        for name in names:
+            assert f"\\begin{{{name}}}" in shown, "what is not known is shown as it was written"
+        assert await page.evaluate("document.querySelectorAll('.turn.assistant td').length") == 40
+        depth = "(e => { let n = 0; for (; e; e = e.parentElement) n++; return n; })"
+        assert await page.evaluate(f"Math.max(...[...document.querySelectorAll('.text *')].map({depth}))") < 200
+        assert page.complaints() == []
+
+
 async def test_an_answer_can_be_copied_also_where_the_browser_has_no_clipboard_for_pages(make_cluster, browser) -> None:
     async with make_cluster(1) as cluster:
         page = await browser.open(f"{cluster.url}/ui/")

@@ -64,7 +64,12 @@ class Reader {
 
   /** What stands in braces, or one thing. */
   argument() {
-    if (this.peek() !== "{") return this.one();
+    if (this.peek() !== "{") {
+      if (++this.depth > DEEPEST) throw new SyntaxError("too deep");
+      const only = this.one();
+      this.depth--;
+      return only;
+    }
     this.at++;
     const inside = this.row("}");
     this.take();
@@ -121,9 +126,9 @@ class Reader {
     if (LETTERS.has(name)) return made("mi", {}, LETTERS.get(name));
     if (OPERATORS.has(name)) return made("mo", WIDE.has(name) ? { largeop: "true" } : {}, OPERATORS.get(name));
     if (NAMES.has(name)) return made("mi", { mathvariant: "normal" }, name);
-    if (name in GAPS) return made("mspace", { width: GAPS[name] });
+    if (Object.hasOwn(GAPS, name)) return made("mspace", { width: GAPS[name] });
     if (ACCENTS.has(name)) return made("mover", { accent: "true" }, this.argument(), made("mo", {}, ACCENTS.get(name)));
-    if (name in STYLES) return this.styled(name);
+    if (Object.hasOwn(STYLES, name)) return this.styled(name);
     if (/^[{}%$&#_|]$/.test(name)) return made("mo", { stretchy: "false" }, name === "|" ? "‖" : name);
     switch (name) {
       case "frac": case "dfrac": case "tfrac": case "cfrac": {
@@ -158,7 +163,7 @@ class Reader {
   styled(name) {
     const inside = this.argument();
     const only = inside.textContent;
-    if (name === "mathbb" && only in DOUBLE) return made("mi", { mathvariant: "normal" }, DOUBLE[only]);
+    if (name === "mathbb" && Object.hasOwn(DOUBLE, only)) return made("mi", { mathvariant: "normal" }, DOUBLE[only]);
     if (name === "mathrm" || name === "mathsf") return made("mi", { mathvariant: "normal" }, only);
     return made("mrow", { class: STYLES[name] === "bold" ? "bold" : "" }, inside);
   }
@@ -177,7 +182,7 @@ class Reader {
   }
 
   table(name) {
-    if (!(name in FENCES)) throw new SyntaxError(`${name} is not known`);
+    if (!Object.hasOwn(FENCES, name)) throw new SyntaxError(`${name} is not known`);
     if (name === "array" && this.peek() === "{") this.letters();
     const rows = [[]];
     for (;;) {

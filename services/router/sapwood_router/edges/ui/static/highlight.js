@@ -49,7 +49,8 @@ const LANGUAGES = {
 
 /** The parts of a code's text: texts and coloured elements. */
 export function highlight(text, name) {
-  const chosen = name.toLowerCase() in LANGUAGES ? LANGUAGES[name.toLowerCase()] : name ? c : null;
+  const known = Object.hasOwn(LANGUAGES, name.toLowerCase()); // not what all objects have, such as "constructor"
+  const chosen = known ? LANGUAGES[name.toLowerCase()] : name ? c : null;
   if (!chosen) return [text];
   const parts = [];
   let end = 0;

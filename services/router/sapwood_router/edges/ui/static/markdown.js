@@ -28,6 +28,7 @@ const MATH_ENDS = { $$: "$$", "\\[": "\\]" };
 const RULE = /^\s{0,3}(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
 const LONGEST = 20_000; // of a block that is looked at: beyond it, time would grow with the square
 const DEEPEST = 6;
+const MOST_CELLS = 4000; // of a table: a row may be short and have as many cells as the head
 
 /** Cuts a text into blocks. More text changes none but the last. */
 function blocksOf(text) {
@@ -97,8 +98,11 @@ const isDivider = (line) => line.includes("-") && line.includes("|") && cellsOf(
 /** A table of lines, the second its divider, which says how columns are aligned. */
 function tableOf([head, divider, ...lines]) {
   const sides = cellsOf(divider).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "end") : ""));
-  const row = (line, name) =>
-    el("tr", {}, ...sides.map((side, index) => el(name, { className: side }, ...inline(cellsOf(line)[index] ?? ""))));
+  if (sides.length * (lines.length + 1) > MOST_CELLS) return el("p", {}, [head, divider, ...lines].join("\n"));
+  const row = (line, name) => {
+    const cells = cellsOf(line);
+    return el("tr", {}, ...sides.map((side, index) => el(name, { className: side }, ...inline(cells[index] ?? ""))));
+  };
   const table = el("table", {}, el("thead", {}, row(head, "th")), el("tbody", {}, ...lines.map((line) => row(line, "td"))));
   return el("div", { className: "wide", tabIndex: 0, role: "group", "aria-label": "Table" }, table);
 }

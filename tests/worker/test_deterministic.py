@@ -3,15 +3,20 @@ one, else on the CPU."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.model_scheduler import scheduler_for
+from sapwood_testing.worker.worker_process import started_worker
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.model.runner.factory import make_runner as runner_of
@@ -110,3 +115,29 @@ def test_models_that_it_does_not_go_with_are_named(tiny_model: Any, name: str, k
     config = WorkerConfig(model=str(tiny_model(name).path), deterministic=True, device="cpu", port=0)
     with pytest.raises(ConfigError, match=f"--deterministic does not go with .*{kind}"):
         runner_of(config)
+
+
+async def test_a_worker_answers_a_crowd_as_it_answers_each_alone(tiny_model: Any, tmp_path: Path) -> None:
+    async def answer(stub: Any, serial: int) -> list[tuple[list[int], list[float]]]:
+        sampling = common_pb2.SamplingParams(
+            max_tokens=TOKENS, temperature=0.7, seed=serial, ignore_eos=True, logprobs=2
+        )
+        asked = worker_pb2.WorkerGenerateRequest(
+            request_id=f"r{serial}", token_ids=prompts()[serial], sampling=sampling
+        )
+        return [
+            (list(response.token_ids), [each.logprob for each in response.logprobs])
+            async for response in stub.Generate(asked)
+        ]
+
+    def joined(responses: list[tuple[list[int], list[float]]]) -> tuple[list[int], list[float]]:
+        return [token for tokens, _ in responses for token in tokens], [each for _, own in responses for each in own]
+
+    flags = ("--deterministic", "--device", "cpu", "--page-size", "4", "--max-step-tokens", "48", "--threads", "1")
+    with started_worker(tiny_model("qwen3").path, tmp_path / "log", *flags) as worker:
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            stub: Any = worker_pb2_grpc.WorkerStub(channel)
+            alone = [joined(await answer(stub, serial)) for serial in range(8)]
+            crowd = await asyncio.gather(*(answer(stub, serial) for serial in range(8)))
+    assert all(len(tokens) == len(own) == TOKENS for tokens, own in alone)
+    assert [joined(each) for each in crowd] == alone

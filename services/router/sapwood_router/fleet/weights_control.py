@@ -87,25 +87,12 @@ class WeightsControl:
             request = worker_pb2.UpdateWeightsRequest(path=path, update_id=update)
             await stub.UpdateWeights(iter([request]), timeout=_LOAD_SECONDS)
 
-        async def drop(stub: Stub) -> None:
-            await stub.DropWeights(worker_pb2.DropWeightsRequest(update_id=update), timeout=_SECONDS)
-
-        async def commit(stub: Stub) -> str:
-            request = worker_pb2.UpdateWeightsRequest(
-                update_id=update,
-                commit=True,
-                weight_version=version,
-                in_flight=_IN_FLIGHT[in_flight],
-                flush_cache=flush,
-            )
-            return (await stub.UpdateWeights(iter([request]), timeout=_LOAD_SECONDS)).weights.version
-
         try:
             await self._ask(workers, stage)
         except SapwoodError:
-            await asyncio.gather(*(self._ask_one(each, drop) for each in workers), return_exceptions=True)
+            await asyncio.gather(*(self.drop([each], update) for each in workers), return_exceptions=True)
             raise
-        return await self._ask(workers, commit)
+        return await self.commit(workers, update, version, in_flight, flush=flush, partial=False)
 
     async def join_group(
         self, workers: Sequence[Worker], name: str, address: str, port: int, world_size: int, offset: int, backend: str
@@ -152,6 +139,7 @@ class WeightsControl:
         in_flight: InFlight,
         *,
         flush: bool,
+        staged: str = "",
     ) -> list[str]:
         """Has workers receive tensors that a group's trainer broadcasts, and use them; returns what their weights are called.
 
@@ -160,6 +148,7 @@ class WeightsControl:
             name: The group's.
             tensors: Names, dtypes and shapes, in the order of the broadcasts.
             version, in_flight, flush: As for :meth:`update`.
+            staged: The update that they become part of, for :meth:`commit`; empty: they are an update of their own.
 
         Raises:
             SapwoodError: A worker has refused them.
@@ -172,12 +161,65 @@ class WeightsControl:
             weight_version=version,
             in_flight=_IN_FLIGHT[in_flight],
             flush_cache=flush,
+            update_id=staged,
         )
 
         async def receive(stub: Stub) -> str:
             return (await stub.UpdateWeights(iter([request]), timeout=_LOAD_SECONDS)).weights.version
 
         return await self._ask(workers, receive)
+
+    async def commit(
+        self,
+        workers: Sequence[Worker],
+        staged: str,
+        version: str,
+        in_flight: InFlight,
+        *,
+        flush: bool,
+        partial: bool,
+    ) -> list[str]:
+        """Has workers use what was staged for an update; returns what their weights are called.
+
+        Args:
+            workers, version, in_flight, flush: As for :meth:`update`.
+            staged: The update.
+            partial: Whether tensors that are not in it stay as they are; else all are needed.
+
+        Raises:
+            SapwoodError: A worker has refused them.
+        """
+        request = worker_pb2.UpdateWeightsRequest(
+            update_id=staged,
+            commit=True,
+            weight_version=version,
+            partial=partial,
+            in_flight=_IN_FLIGHT[in_flight],
+            flush_cache=flush,
+        )
+
+        async def commit(stub: Stub) -> str:
+            return (await stub.UpdateWeights(iter([request]), timeout=_LOAD_SECONDS)).weights.version
+
+        return await self._ask(workers, commit)
+
+    async def drop(self, workers: Sequence[Worker], staged: str) -> None:
+        """Has workers forget what was staged for an update, if anything was. Raises SapwoodError if one does not answer."""
+        request = worker_pb2.DropWeightsRequest(update_id=staged)
+
+        async def drop(stub: Stub) -> None:
+            await stub.DropWeights(request, timeout=_SECONDS)
+
+        await self._ask(workers, drop)
+
+    async def ranks(self, workers: Sequence[Worker]) -> int:
+        """How many ranks workers have together. Raises SapwoodError if one does not answer."""
+
+        async def get(stub: Stub) -> int:
+            info = await stub.GetModelInfo(worker_pb2.GetModelInfoRequest(), timeout=_SECONDS)
+            return max(1, info.tensor_parallel) * max(1, info.pipeline_parallel)
+
+        return sum(await self._ask(workers, get))
 
     async def versions(self, workers: Sequence[Worker]) -> list[str]:
         """What the weights of workers are called. Raises SapwoodError if one does not answer."""

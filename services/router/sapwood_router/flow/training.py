@@ -12,6 +12,8 @@ from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.steering import RunningRequests
 
 _LOOK_SECONDS = 0.02
+_BEGUN = "begun"
+"""What workers call an update of several calls."""
 
 Memory = Literal["weights", "kv_cache"]
 """What a worker gives back while it sleeps."""
@@ -43,12 +45,20 @@ class TrainingTargets:
         workers: They.
         control: Asks them.
         running: The router's requests; None: the call is for one worker only.
+        begun: The addresses of workers whose update has begun, in the sense of :meth:`begin`; changed here.
     """
 
-    def __init__(self, workers: Sequence[Worker], control: WeightsControl, running: RunningRequests | None) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        control: WeightsControl,
+        running: RunningRequests | None,
+        begun: set[str],
+    ) -> None:
         self._workers = workers
         self._control = control
         self._running = running
+        self._begun = begun
 
     async def update(self, path: str, version: str, in_flight: InFlight, *, flush: bool) -> str:
         """Gives them the weights at a path, staged on all before any exchanges; returns what these are called. Raises as
@@ -82,8 +92,35 @@ class TrainingTargets:
         flush: bool,
     ) -> str:
         """Has them receive what a group's trainer broadcasts; returns what their weights are called then."""
-        found = await self._control.receive(self._workers, name, tensors, version, in_flight, flush=flush)
+        begun = [each.address in self._begun for each in self._workers]
+        if any(begun) and not all(begun):
+            raise InvalidArgumentError("an update has begun for some of the workers only", field="names")
+        staged = _BEGUN if any(begun) else ""
+        found = await self._control.receive(
+            self._workers, name, tensors, version, in_flight, flush=flush, staged=staged
+        )
         return found[0]
+
+    async def begin(self) -> None:
+        """Begins an update of several :meth:`receive`, none of which is used before :meth:`finish`."""
+        await self._control.drop(self._workers, _BEGUN)
+        self._begun.update(each.address for each in self._workers)
+
+    async def finish(self) -> str:
+        """Has them use what they have received since :meth:`begin`; returns what their weights are called then.
+
+        Raises:
+            InvalidArgumentError: No update has begun.
+        """
+        if not all(each.address in self._begun for each in self._workers):
+            raise InvalidArgumentError("no update has begun")
+        self._begun.difference_update(each.address for each in self._workers)
+        found = await self._control.commit(self._workers, _BEGUN, "", "retract", flush=True, partial=True)
+        return found[0]
+
+    async def ranks(self) -> int:
+        """How many ranks they have together."""
+        return await self._control.ranks(self._workers)
 
     async def versions(self) -> list[str]:
         """What their weights are called, each name once."""
@@ -149,6 +186,7 @@ class Training:
     def __init__(self, control: WeightsControl, running: RunningRequests) -> None:
         self._control = control
         self._running = running
+        self._begun: set[str] = set()
 
     def workers(self) -> list[TrainedWorker]:
         """All that are up. Raises UnavailableError if there is none."""
@@ -170,5 +208,5 @@ class Training:
             UnavailableError: There is none at all.
         """
         if worker is None:
-            return TrainingTargets(self._control.workers(), self._control, self._running)
-        return TrainingTargets([self._control.find(worker, name_of)], self._control, None)
+            return TrainingTargets(self._control.workers(), self._control, self._running, self._begun)
+        return TrainingTargets([self._control.find(worker, name_of)], self._control, None, self._begun)

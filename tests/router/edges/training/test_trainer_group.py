@@ -1,8 +1,11 @@
-"""slime's calls in their order, to a router over a worker with a tiny model; the trainer broadcasts in a group that it leads."""
+"""Trainers' calls in their order, to a router over a worker with a tiny model; the trainer broadcasts in a group that it
+leads."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,15 @@ from sapwood_testing.worker.worker_process import started_worker
 PROMPT = [5, 6, 7, 8, 9]
 
 
-@pytest.mark.slow
-async def test_slimes_calls_give_the_engine_the_trainers_weights(tmp_path: Path) -> None:
-    tiny = make_tiny("llama", tmp_path / "model")
+@asynccontextmanager
+async def served(model: Path, tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+    """A client with an operator's key, and the URL of the one worker."""
     keys = tmp_path / "keys"
     keys.write_text(f"trainer {hash_key('key')} operator\n")
     keys.chmod(0o600)
     tokenizer = FakeTokenizer()
     await tokenizer.start()
-    with started_worker(tiny.path, tmp_path / "log", "--threads", "1", "--num-pages", "64") as worker:
+    with started_worker(model, tmp_path / "log", "--threads", "1", "--num-pages", "64") as worker:
         settings: dict[str, Any] = {"api_keys": keys, "worker_silence": 30, "tokenizer_grace": 60}
         config = RouterConfig(port=0, http_port=0, workers=(worker.address,), tokenizer=tokenizer.address, **settings)
         router = RouterApplication(config, make_parser=tokenizer.make_parser)
@@ -42,9 +45,68 @@ async def test_slimes_calls_give_the_engine_the_trainers_weights(tmp_path: Path)
             async with asyncio.timeout(60):
                 while not (workers := (await http.get("/workers")).json().get("workers")):
                     await asyncio.sleep(0.05)
-            await _train(http, workers[0]["url"], tiny.path)
+            yield http, workers[0]["url"]
         await router.stop()
     await tokenizer.kill()
+
+
+@pytest.mark.slow
+async def test_slimes_calls_give_the_engine_the_trainers_weights(tmp_path: Path) -> None:
+    tiny = make_tiny("llama", tmp_path / "model")
+    async with served(tiny.path, tmp_path) as (http, engine):
+        await _train(http, engine, tiny.path)
+
+
+@pytest.mark.slow
+async def test_vllms_calls_exchange_the_parts_of_an_update_at_once(tmp_path: Path) -> None:
+    tiny = make_tiny("llama", tmp_path / "model")
+    async with served(tiny.path, tmp_path) as (http, engine):
+        before = await _rollout(http)
+        assert (await http.get("/get_world_size")).json() == {"world_size": 1}
+        port = port_of_its_own()
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+        }
+        made, answer = await asyncio.gather(
+            asyncio.to_thread(lead_group, port, 2, "vllm"),
+            http.post("/init_weight_transfer_engine", json={"init_info": info}),
+        )
+        assert answer.status_code == 200, answer.text
+        assert (await http.post("/finish_weight_update")).json()["message"] == "no update has begun"
+        assert (await http.post("/start_weight_update", json={"is_checkpoint_format": True})).status_code == 200
+        nothing = (await http.post("/finish_weight_update")).json()
+        assert nothing["message"] == "no tensor was given"
+        assert (await http.post("/start_weight_update")).status_code == 200
+        new = sorted(other_weights(tiny.path, 1).items())
+        for part in (new[::2], new[1::2]):
+            update = {
+                "names": [name for name, _ in part],
+                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
+                "shapes": [list(tensor.shape) for _, tensor in part],
+                "packed": False,
+            }
+
+            def broadcast(part: list[tuple[str, torch.Tensor]] = part) -> None:
+                for _, tensor in part:
+                    torch.distributed.broadcast(tensor, src=0, group=made)
+
+            _, answer = await asyncio.gather(
+                asyncio.to_thread(broadcast), http.post("/update_weights", json={"update_info": update})
+            )
+            assert answer.status_code == 200, answer.text
+            assert (await _rollout(http))["output_ids"] == before["output_ids"], "a part was used before the end"
+        assert (await http.post("/finish_weight_update")).status_code == 200
+        after = await _rollout(http)
+        assert after["output_ids"] == _greedy(tiny.path, dict(new), len(after["output_ids"]))
+        packed = {"update_info": {**update, "packed": True}}
+        refused = await http.post("/update_weights", json=packed)
+        assert (refused.status_code, refused.json()["success"]) == (400, False)
+        await http.post(f"{engine}/destroy_weights_update_group", json={"group_name": "vllm"})
+        torch.distributed.destroy_process_group(made)
 
 
 async def _train(http: httpx.AsyncClient, engine: str, start: Path) -> None:

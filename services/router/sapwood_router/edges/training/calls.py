@@ -21,6 +21,8 @@ from sapwood_router.flow.generation import Pipeline
 from sapwood_router.flow.training import Memory, PauseHow, Training, TrainingTargets
 
 _FOLDER = "/workers/"
+_TRANSFER = "vllm"
+"""The group of vLLM's calls, which do not name one."""
 _TAGS: dict[str, list[Memory]] = {
     "weights": ["weights"],
     "kv_cache": ["kv_cache"],
@@ -72,6 +74,27 @@ class GroupUpdate(msgspec.Struct):
     load_format: str | None = None
 
 
+class TransferBody(msgspec.Struct):
+    """``POST /init_weight_transfer_engine``."""
+
+    init_info: GroupBody
+
+
+class UpdateInfo(msgspec.Struct):
+    """What ``POST /update_weights`` has."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool | None = None
+
+
+class UpdateBody(msgspec.Struct):
+    """``POST /update_weights``."""
+
+    update_info: UpdateInfo
+
+
 class Tags(msgspec.Struct):
     """``POST /release_memory_occupation`` and ``/resume_memory_occupation``."""
 
@@ -98,6 +121,10 @@ class TrainingCalls:
             "update_weights_from_tensor": _refuse_pickles,
             "update_weights_from_distributed": _receive,
             "init_weights_update_group": _join_group,
+            "init_weight_transfer_engine": _join_transfer,
+            "start_weight_update": _begin,
+            "update_weights": _receive_transfer,
+            "finish_weight_update": _finish,
             "destroy_weights_update_group": _leave_group,
             "release_memory_occupation": _release,
             "resume_memory_occupation": _resume_memory,
@@ -113,6 +140,7 @@ class TrainingCalls:
         gets: dict[str, Answer] = {
             "get_weight_version": _show_version,
             "weight_version": _show_version,
+            "get_world_size": _show_ranks,
             "is_sleeping": _show_sleep,
             "v1/loads": _show_loads,
             "flush_cache": _flush,
@@ -249,6 +277,44 @@ async def _receive(exchange: Exchange, given: Given, targets: TrainingTargets) -
         flush=request.flush_cache is not False,
     )
     return 200, {"success": True, "message": f"the weights are {version} now"}
+
+
+# The same by vLLM's names: one group, and an update of several calls that begins and ends.
+
+
+async def _join_transfer(exchange: Exchange, given: Given, targets: TrainingTargets) -> Told:
+    group = convert(given, TransferBody, {}, left_out=exchange.left_out).init_info
+    backend = group.backend or "nccl"
+    await targets.join_group(
+        _TRANSFER, group.master_address, group.master_port, group.world_size, group.rank_offset, backend
+    )
+    return 200, {"message": "Weight transfer initialized"}
+
+
+async def _begin(exchange: Exchange, given: Given, targets: TrainingTargets) -> Told:
+    if given.get("is_checkpoint_format", True) is not True:
+        raise InvalidArgumentError("tensors are read by a checkpoint's names only", field="is_checkpoint_format")
+    await targets.begin()
+    return 200, {"message": "Weight update started"}
+
+
+async def _receive_transfer(exchange: Exchange, given: Given, targets: TrainingTargets) -> Told:
+    info = convert(given, UpdateBody, {}, left_out=exchange.left_out).update_info
+    if info.packed:
+        raise InvalidArgumentError("packed tensors are not read: broadcast them one by one", field="update_info.packed")
+    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+        raise InvalidArgumentError("names, dtype_names and shapes are not equally many", field="update_info.names")
+    tensors = list(zip(info.names, info.dtype_names, info.shapes, strict=True))
+    await targets.receive(_TRANSFER, tensors, "", "retract", flush=True)
+    return 200, {"message": "Weights updated"}
+
+
+async def _finish(exchange: Exchange, given: Given, targets: TrainingTargets) -> Told:
+    return 200, {"message": f"the weights are {await targets.finish()} now"}
+
+
+async def _show_ranks(exchange: Exchange, given: Given, targets: TrainingTargets) -> Told:
+    return 200, {"world_size": await targets.ranks()}
 
 
 async def _show_version(exchange: Exchange, given: Given, targets: TrainingTargets) -> Told:

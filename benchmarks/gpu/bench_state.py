@@ -137,6 +137,7 @@ def measure(
             if batch == profiled:
                 show(bench, f"decode {batch}", lambda step=step: [step() for _ in range(5)], 5)
     if prefill:
+        prefill = min(prefill, engine.runner.info.context_length - 2)
         prompts = prompts_of(1, prefill, seed=1, last=LAST)
         engine.generate(prompts, [1])
         seconds = min(engine.generate(prompts, [1]) for _ in range(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from sapwood_testing.models.sparse_models import SPARSE
 from sapwood_testing.models.state_models import STATE
 
 VOCAB = 97
+_NORMS_OF_ALL_GROUPS = {"MambaRMSNormGated", "BambaRMSNormGated", "GraniteMoeHybridRMSNormGated"}
+"""The norms behind Mamba 2 that have no groups in some versions of transformers."""
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -195,10 +198,28 @@ def make_tiny(name: str, folder: Path, **others: Any) -> Tiny:
     config._attn_implementation = "eager"
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(config).eval().float()
+    _norm_by_group(model)
     _randomise(model)
     model.tie_weights()
     model.save_pretrained(folder)
     return Tiny(folder, model)
+
+
+def _norm_by_group(model: Any) -> None:
+    """Norms the groups of Mamba 2's heads each by itself: some versions of transformers (5.17) norm all together, which no
+    checkpoint was trained with."""
+    groups = getattr(model.config, "mamba_n_groups", None) or getattr(model.config, "n_groups", None)
+
+    def forward(norm: Any, hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gated = hidden.float() * torch.nn.functional.silu(gate.float())
+        parts = gated.unflatten(-1, (groups, -1))
+        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+        return norm.weight * parts.flatten(-2)
+
+    for module in model.modules():
+        together = type(module).__name__ in _NORMS_OF_ALL_GROUPS and not hasattr(module, "group_size")
+        if groups is not None and together:
+            module.forward = partial(forward, module)
 
 
 def _randomise(model: Any) -> None:

@@ -65,6 +65,7 @@ from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.quantised.int8 import WeightProduct
 from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.sampling import triton_logits, triton_sampling
+from sapwood_kernels.state.triton_copy import copy_states
 from sapwood_kernels.state.triton_gated_norm import gated_norm
 from sapwood_kernels.state.triton_prompts import TritonPrompts
 from sapwood_kernels.state.triton_steps import TritonStateSteps
@@ -149,6 +150,9 @@ class CudaOps(DeviceOps):
 
     def fill(self, target: Tensor, array: npt.NDArray[np.generic]) -> None:
         target.copy_(_pinned(array), non_blocking=True)
+
+    def copy_states(self, states: Tensor, pairs: Tensor) -> None:
+        copy_states(states, pairs)
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
         if not tensors:

@@ -250,6 +250,10 @@ class DeviceOps:
         """Copies an array into a tensor of its shape on the device; :meth:`to_device` without a new tensor."""
         target.copy_(torch.from_numpy(array))
 
+    def copy_states(self, states: Tensor, pairs: Tensor) -> None:
+        """Copies slots, as ``triton_copy.copy_states`` has it."""
+        states.index_copy_(1, pairs[1], states.index_select(1, pairs[0]))
+
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
         """Begins to copy tensors to the host; later work on the device's current stream may change the tensors."""
         return HostCopies([tensor.to("cpu", copy=True) for tensor in tensors])

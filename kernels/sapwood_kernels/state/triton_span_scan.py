@@ -101,7 +101,7 @@ class Tile:
     Attributes:
         values: Of a state's values that a program takes, at most.
         warps: Of a program.
-        stages: Chunks whose reads are under way.
+        stages: Chunks whose reads are under way, at least two: with one, Triton 3.6 gave wrong numbers and wrote elsewhere.
         chunk: Tokens that are computed together; the delta rule's are those of its inverses, :data:`CHUNK`.
     """
 
@@ -109,6 +109,9 @@ class Tile:
     warps: int
     stages: int
     chunk: int = CHUNK
+
+    def __post_init__(self) -> None:
+        assert self.stages > 1, "a tile needs two stages"
 
 
 TILE = Tile(32, 4, 2)

@@ -168,7 +168,7 @@ def test_state_spaces_are_those_of_their_steps(prompts, dtype, groups, keys, val
     space(prompts, dtype, 2, groups, keys, values, skip)
 
 
-@pytest.mark.parametrize("tile", [(16, 4, 1), (64, 8, 2, 32)])
+@pytest.mark.parametrize("tile", [(16, 4, 3), (64, 8, 2, 32)])
 def test_no_tile_changes_a_state_space(tile):
     space(CASES[3], DTYPES[-1], 2, 1, 32, 64, True, scanning.Tile(*tile))
 

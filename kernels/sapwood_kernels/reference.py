@@ -264,6 +264,18 @@ def load_pages(pages: Tensor, host: Tensor, device_pages: Tensor, host_pages: Te
     pages[device_pages] = host[host_pages.cpu()].to(pages.device)
 
 
+def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copies pages of one layer to others. Mutates ``pages``.
+
+    Args:
+        pages: [P, ...]: a layer's pages, contiguous.
+        sources: int64 [N].
+        targets: int64 [N], each once, none of them a source.
+    """
+    content = pages.view(torch.uint8).flatten(1)
+    content[targets] = content[sources]
+
+
 def apply_penalties(
     logits: Tensor,
     counts: Tensor,

@@ -1,4 +1,4 @@
-"""Triton: copies of whole pages between the device pool and pinned host memory.
+"""Triton: copies of whole pages within the device pool, and between it and pinned host memory.
 
 :func:`store_pages` and :func:`load_pages` access host memory through its mapping into the device's address space, in one launch
 for each layer: a page of a layer is one contiguous piece on both sides, usually 16 to 128 KiB. Few programs
@@ -48,6 +48,32 @@ def _gather(pools, staged, pages, stride, start, WORDS: tl.constexpr, BLOCK: tl.
     pool = tl.load(pools + part).to(tl.pointer_type(tl.int32))
     content = tl.load(pool + tl.load(pages + item) * WORDS + words, mask=mask)
     tl.store(staged + item * stride + start + part * WORDS + words, content, mask=mask)
+
+
+@triton.jit
+def _copy_within(pools, sources, targets, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    item = tl.program_id(0).to(tl.int64)
+    words = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = words < WORDS
+    pool = tl.load(pools + tl.program_id(1)).to(tl.pointer_type(tl.int32))
+    content = tl.load(pool + tl.load(sources + item) * WORDS + words, mask=mask)
+    tl.store(pool + tl.load(targets + item) * WORDS + words, content, mask=mask)
+
+
+def copy_pages(pools: Tensor, words: int, sources: Tensor, targets: Tensor) -> None:
+    """Copies pages of several pools to other pages of the same pools, in one launch; asynchronous on the current stream. Its
+    reference is ``reference.copy_pages``.
+
+    Args:
+        pools: int64 [layers]: the addresses of contiguous pools of pages, all of one page size.
+        words: Words of a page of one pool.
+        sources: int64 [N], on the device.
+        targets: int64 [N], on the device, each once, none of them a source.
+    """
+    if len(sources):
+        _copy_within[(len(sources), len(pools), triton.cdiv(words, _BLOCK))](
+            pools, sources, targets, WORDS=words, BLOCK=_BLOCK, num_warps=8
+        )
 
 
 def store_pages(

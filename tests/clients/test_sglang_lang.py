@@ -97,8 +97,7 @@ def test_a_tree_of_thought_and_choices_ask_half_as_often_and_compute_little_agai
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    # What does not fill a page is computed again by the next request: this is about the rest, with SGLang's own size of pages.
-    flags = ("--worker-metrics-port", str(port), "--worker-page-size", "1", "--worker-num-pages", "16384")
+    flags = ("--worker-metrics-port", str(port))
     with start_cluster_of("--model", "demo-base", "--workers", "1", *flags) as server:
         url = f"http://{server.http}"
         counted = ("--count", server.grpc, f"http://127.0.0.1:{port}")

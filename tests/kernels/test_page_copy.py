@@ -43,6 +43,14 @@ def test_a_load_brings_back_what_was_stored() -> None:
     assert torch.equal(pages, wanted)
 
 
+def test_a_copy_within_a_pool_changes_its_targets_only() -> None:
+    pages, _ = pools()
+    wanted = pages.clone()
+    wanted[2], wanted[5] = pages[6], pages[6]
+    reference.copy_pages(pages, torch.tensor([6, 6]), torch.tensor([2, 5]))
+    assert torch.equal(pages, wanted)
+
+
 TRITON = """
 import torch
 from sapwood_kernels import reference, triton_page_copy
@@ -74,6 +82,12 @@ for dtype, shape in ((torch.float32, (2, 2, 4, 6)), (torch.bfloat16, (2, 8, 16, 
         addresses = torch.tensor([pool.data_ptr() for pool in pools[first:last]])
         triton_page_copy.gather_pages(addresses, staged, first * size // 4, size // 4, pages)
     assert torch.equal(staged.view(torch.uint8), torch.cat([each[pages] for each in flat], 1))
+    copied = [pool.clone() for pool in pools]
+    addresses = torch.tensor([pool.data_ptr() for pool in copied])
+    triton_page_copy.copy_pages(addresses, size // 4, torch.tensor([6, 6, 1]), torch.tensor([0, 2, 5]))
+    for pool, mine in zip(pools, copied, strict=True):
+        reference.copy_pages(pool, torch.tensor([6, 6, 1]), torch.tensor([0, 2, 5]))
+        assert torch.equal(pool, mine)
 print("equal")
 """
 

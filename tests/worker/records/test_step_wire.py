@@ -101,6 +101,7 @@ def steps(draw: st.DrawFn) -> Step:
         copies=draw(copies),
         moves=draw(moves),
         lora_loads=draw(adapters),
+        page_copies=draw(numbers(np.int64, draw(st.integers(0, 3)), 3)),
     )
 
 
@@ -110,7 +111,7 @@ def plain(step: Step) -> list[Any]:
     def of(copy: PageCopy | None) -> Any:
         return copy and (copy.number, *(each.tolist() for each in (copy.device, copy.host, *copy.windows)))
 
-    arrays = (step.rows, step.starts, step.counts, step.samples, step.token_ids, step.pages, step.masked)
+    arrays = (step.rows, step.starts, step.counts, step.samples, step.token_ids, step.pages, step.masked, step.page_copies)
     masks = None if step.masks is None else step.masks.result().tolist()
     moved = step.copies and (of(step.copies.store), of(step.copies.load), step.copies.fence, step.copies.loads)
     return [

@@ -130,6 +130,7 @@ class WorkerMetrics:
             "passed_window_pages": "Pages that have slid out of the windows of running requests: freed, or left to the prefix "
             "cache.",
             "evicted_states": "Snapshots of states that have given way to others.",
+            "part_page_tokens": "Prompt tokens found in cached pages that are not full or differ behind them, and copied.",
             "prefix_page_tokens": "Of a model with states, prompt tokens whose pages were cached.",
             "prefix_state_tokens": "How many of these a cached state covered too, so that they were not computed.",
             "forced_tokens": "Tokens of output that a grammar forced: they cost no step of their own.",

@@ -66,6 +66,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         state_slots: Slots for snapshots of states.
         used_state_slots: How many of these running requests or the prefix cache hold.
         evicted_states: Snapshots that have given way to others so far.
+        part_page_tokens: Tokens that requests got as copies of the beginnings of cached pages, at each start of a request.
         prefix_page_tokens: Of a model with states, tokens of prefixes whose pages were cached, at each start of a request.
         prefix_state_tokens: How many of these a cached state covered too, so that they were not computed.
         prompt_tokens: Prompt tokens of all requests that have run so far.
@@ -131,6 +132,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     state_slots: int = 0
     used_state_slots: int = 0
     evicted_states: int = 0
+    part_page_tokens: int = 0
     prefix_page_tokens: int = 0
     prefix_state_tokens: int = 0
     drafted_tokens: int = 0

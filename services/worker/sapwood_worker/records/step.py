@@ -227,6 +227,8 @@ class Step:
         again: int64 [P]: how many of each part's tokens, the first ones, have their keys and values in the cache already, and are
             computed again for the states of layers that keep one; their keys and values are not written. Empty: none.
         scored: int64 [K, 3]: log probabilities that are wanted: of a part, after which of its tokens in the step, and the token.
+        page_copies: int64 [C, 3]: pages that are copied on the device before ``copies``: a group of the layout's components, the
+            page, and the page that it is copied to. A step may have these only.
         saves: int64 [S, 3]: snapshots of states that are taken: a part, after how many of its tokens, and the snapshot's slot.
     """
 
@@ -250,6 +252,7 @@ class Step:
     again: IntArray = field(default_factory=lambda: _NONE)
     scored: IntArray = field(default_factory=lambda: _NO_SAVES)
     saves: IntArray = field(default_factory=lambda: _NO_SAVES)
+    page_copies: IntArray = field(default_factory=lambda: _NO_SAVES)
 
     def settle(self) -> None:
         """Waits for late tokens and fills them in, for code that must know them."""
@@ -258,7 +261,8 @@ class Step:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(len(self.rows)) or self.copies is not None or bool(self.lora_loads) or any(self.parts)
+        copies = self.copies is not None or bool(len(self.page_copies))
+        return bool(len(self.rows)) or copies or bool(self.lora_loads) or any(self.parts)
 
     def sampled(self) -> IntArray:
         """int64 [R]: after which of the T tokens to sample. O(parts)."""

@@ -18,11 +18,11 @@ from sapwood_worker.records.expert_load import ExpertMove
 from sapwood_worker.records.lora import LoraLoad
 from sapwood_worker.records.step import Copies, Entry, IntArray, LateMasks, Masks, Step
 
-_MAGIC = 0x5345_5453_0007
-_FIELDS = 13
-_, _BYTES, _NUMBER, _PARTS, _TOKENS, _WIDTH, _MASKED, _RECORDS, _RANKS, _DECODES, _AGAIN, _SAVES, _SCORED = range(
-    _FIELDS
-)
+_MAGIC = 0x5345_5453_0008
+_FIELDS = 14
+(
+    _, _BYTES, _NUMBER, _PARTS, _TOKENS, _WIDTH, _MASKED, _RECORDS, _RANKS, _DECODES, _AGAIN, _SAVES, _SCORED, _COPIES,
+) = range(_FIELDS)  # fmt: skip
 
 _Records = tuple[tuple[Entry, ...], Copies | None, tuple[ExpertMove, ...], tuple[LoraLoad, ...]]
 
@@ -47,16 +47,23 @@ def encode(step: Step) -> bytearray:
     records = _encoder.encode(held) if any(each is not None and each != () for each in held) else b""
     parts, width = step.pages.shape
     numbers = (_MAGIC, 0, step.number, parts, len(step.token_ids), width, len(step.masked), len(records))
-    ends = len(step.rank_tokens), step.decodes, len(step.again), len(step.saves), len(step.scored)
+    ends = (
+        len(step.rank_tokens),
+        step.decodes,
+        len(step.again),
+        len(step.saves),
+        len(step.scored),
+        len(step.page_copies),
+    )
     header = np.array((*numbers, *ends), np.int64)
     header[_BYTES] = _size(header)
     buffer = bytearray(int(header[_BYTES]))
     np.frombuffer(buffer, np.int64, _FIELDS)[:] = header
-    places, tokens, masked, ranks, again, saves, scored, pages, packed = _views(header, buffer)
+    places, tokens, masked, ranks, again, saves, scored, copies, pages, packed = _views(header, buffer)
     for place, array in zip(places, (step.rows, step.starts, step.counts, step.samples), strict=True):
         place[:] = array
     tokens[:], masked[:], ranks[:], pages[:] = step.token_ids, step.masked, step.rank_tokens, step.pages
-    again[:], saves[:], scored[:] = step.again, step.saves, step.scored
+    again[:], saves[:], scored[:], copies[:] = step.again, step.saves, step.scored, step.page_copies
     packed[:] = np.frombuffer(records, np.uint8)
     return buffer
 
@@ -76,7 +83,7 @@ def read(buffer: bytearray, masks: LateMasks | None = None) -> Step:
     header = np.frombuffer(buffer, np.int64, _FIELDS)
     if header[0] != _MAGIC or (header < 0).any() or not _size(header) == header[_BYTES] <= len(buffer):
         raise ValueError("the buffer does not hold a whole step")
-    parts, tokens, masked, ranks, again, saves, scored, pages, records = _views(header, buffer)
+    parts, tokens, masked, ranks, again, saves, scored, page_copies, pages, records = _views(header, buffer)
     entries, copies, moves, loads = _decoder.decode(records.data) if len(records) else ((), None, (), ())
     rows, starts, counts, samples = parts
     late = masks if len(masked) else None
@@ -84,7 +91,7 @@ def read(buffer: bytearray, masks: LateMasks | None = None) -> Step:
         int(header[_NUMBER]), rows, starts, counts, samples, tokens, pages, entries, masked, late, copies, moves, loads
     )
     step.rank_tokens, step.decodes = ranks, bool(header[_DECODES])
-    step.again, step.saves, step.scored = again, saves, scored
+    step.again, step.saves, step.scored, step.page_copies = again, saves, scored, page_copies
     return step
 
 
@@ -100,7 +107,7 @@ def read_masks(buffer: bytearray, count: int) -> Masks:
 
 def _shapes(header: IntArray) -> tuple[tuple[type[np.generic], tuple[int, ...]], ...]:
     """The arrays behind a header, in order: dtype and shape."""
-    _, _, _, parts, tokens, width, masked, records, ranks, _, again, saves, scores = header.tolist()
+    _, _, _, parts, tokens, width, masked, records, ranks, _, again, saves, scores, copies = header.tolist()
     return (
         (np.int64, (4, parts)),
         (np.int64, (tokens,)),
@@ -109,6 +116,7 @@ def _shapes(header: IntArray) -> tuple[tuple[type[np.generic], tuple[int, ...]],
         (np.int64, (again,)),
         (np.int64, (saves, 3)),
         (np.int64, (scores, 3)),
+        (np.int64, (copies, 3)),
         (np.int32, (parts, width)),
         (np.uint8, (records,)),
     )

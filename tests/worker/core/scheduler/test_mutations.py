@@ -25,11 +25,23 @@ MUTATIONS = [
     Mutation("core/cache/prefix.py", "        self._tree.unlock(pin.node)\n", ""),
     Mutation(
         "core/cache/prefix.py",
-        "        self._tree.unlock(row.node)\n        row.node, row",
-        "        row.node, row",
+        "        self._tree.unlock(row.node)\n        self._leave_part(row)\n        row.node, row",
+        "        self._leave_part(row)\n        row.node, row",
     ),
     # Pages the tree did not take must be given back.
-    Mutation("core/cache/prefix.py", "            self._allocator.free(own[~taken], slot)\n", ""),
+    Mutation("core/cache/prefix.py", "            self._allocator.free(own[first:][~taken[first:]], slot)\n", ""),
+    # A page that is copied stays until it has been, and is free then.
+    Mutation("core/cache/prefix.py", "            self._tree.unlock(row.source)\n", ""),
+    # A row takes no token from a page that differs from its own.
+    Mutation("core/cache/prefix.py", "return row.copied", "return row.copied + 1"),
+    # The page is copied in each window, too.
+    Mutation("core/cache/prefix.py", "                if window.reach:\n", "                if False:\n"),
+    # Of the page that a row writes only what is computed may be shared.
+    Mutation(
+        "core/cache/prefix.py",
+        "token_ids[row.shared * self._page_size : computed].tobytes()",
+        "token_ids[row.shared * self._page_size : computed + 1].tobytes()[: 4 * self._page_size - 4]",
+    ),
     # Only what is computed may be shared.
     Mutation("core/scheduler/batch.py", "min(request.computed, known))", "known)"),
     # A page slides out of a window when no query sees it, not before.

@@ -158,6 +158,7 @@ class Simulation:
                 "embedded",
                 "drafted",
                 "shared",
+                "pages copied",
             ),
             0,
         )
@@ -327,7 +328,8 @@ class Simulation:
         if len(planned.rows) and sent_back == self.scheduler.num_retractions + self.scheduler.num_preemptions:
             self.check_parts(parts)
         assert (len(planned.rows) > 0) == self.scheduler.has_work or ahead, "there is work, but the step is empty"
-        if len(planned.rows):
+        if planned:
+            self.counts["pages copied"] += len(planned.page_copies)
             decodes = int((planned.counts == 1).sum())
             self.counts["drafted"] += int((planned.samples > 1).sum())
             assert len(planned.token_ids) <= max(self.config.max_step_tokens, decodes + 1)

@@ -456,6 +456,21 @@ class WindowPages:
             entries[known] = there
             self.ledger.free(own[known], slot)
 
+    def rebase(self, slot: int, entry: int, part: int, page: int) -> None:
+        """Notes that a row, whose ``entry``-th page was the tree's ``part``, has another page of the tree in its place."""
+        if not int(self._first[slot]) <= entry < int(self._end[slot]):
+            return
+        mine, there = int(self.table[slot, entry]), int(self._beside[page])
+        if there < 0:
+            self._beside[part], self._beside[page], self._of[mine] = -1, mine, page
+            return
+        if not self._users[there]:
+            self._passed.pop(there, None)
+            self._ends.pop(there, None)
+        self._users[there] += 1
+        self.table[slot, entry] = there
+        self._leave(np.array([mine], np.int32), self._ends)
+
     def close(self, slot: int) -> None:
         """Ends a row: frees its own pages, and leaves shared ones to the cache."""
         first, end = int(self._first[slot]), int(self._end[slot])

@@ -45,6 +45,11 @@ class Row:
         loading: The pages that the tiers below are filling.
         windows: Those of each window.
         private: Whether no further page of it may be shared.
+        part: The tree's part of the page after the shared ones, which the row goes on to write; locked. None: that page is the
+            row's alone.
+        source: The locked node of one page, of which the row's first own page is a copy; None: of none, or it has been copied.
+        copied: How many tokens of that page are the row's.
+        held: The window pages of ``source``.
     """
 
     node: Node
@@ -53,6 +58,20 @@ class Row:
     loading: PageHandle | None = None
     windows: tuple[PageIds, ...] = ()
     private: bool = False
+    part: Node | None = None
+    source: Node | None = None
+    copied: int = 0
+    held: tuple[PageIds, ...] = ()
+
+    @property
+    def in_tree(self) -> int:
+        """Its first pages that the tree has."""
+        return self.shared + (self.part is not None)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether pages of it are filled by a step that has not ended."""
+        return self.loading is not None or self.source is not None
 
 
 def check_idle(
@@ -115,11 +134,18 @@ def check_pages(
             end, at = start, at.parent
         assert end == 0, f"row {slot} does not begin with the prefix it locks"
         loading = pages[:0] if row.loading is None else row.loading.pages
-        loaded = row.shared + len(loading)
-        assert (pages[row.shared : loaded] == loading).all(), f"row {slot} is not filled where it should be"
+        loaded = row.in_tree + len(loading)
+        assert (pages[row.in_tree : loaded] == loading).all(), f"row {slot} is not filled where it should be"
         owners[loading] = TRANSFER
         owners[pages[loaded:]] = slot
-        held += len(pages) - row.shared
+        held += len(pages) - row.in_tree
+        for node in (row.part, row.source):
+            if node is not None:
+                ends[node] = ends.get(node, 0) + 1
+        if row.part is not None:
+            assert row.part.parent is row.node and row.part.pages[0] == pages[row.shared], (
+                f"row {slot} has another part"
+            )
     for node in pins.ends():
         ends[node] = ends.get(node, 0) + 1
     cached = tree.check(ends)
@@ -127,10 +153,11 @@ def check_pages(
     owners[taken] = TRANSFER
     # The counts agree too, so that no page stands in two places.
     allocator.check_owners(owners, held + len(cached) + len(taken))
-    begun = {slot: table.pages(slot)[: row.shared] for slot, row in rows.items()}
+    begun = {slot: table.pages(slot)[: row.in_tree] for slot, row in rows.items()}
     for nth, window in enumerate(windows):
         moving = {slot: each[each >= 0] for slot, row in rows.items() for each in row.windows[nth : nth + 1]}
-        window.check(begun, moving, pins.held(nth), cached)
+        copied = [each for row in rows.values() for each in row.held[nth : nth + 1]]
+        window.check(begun, moving, pins.held(nth) + copied, cached)
     if states is not None:
         states.check(pins.held(len(windows)), cached)
 
@@ -245,6 +272,11 @@ def _and_above(ends: list[Node]) -> set[Node]:
 #
 # A row of the page table begins with pages of the tree, which are locked for the row, and continues with pages of its
 # own. Layers that see only a window have their own tables and pages (``pages.py``).
+#
+# Tokens are shared, not only pages: where a row and a page of the tree have a beginning in common, the row's first own page is a
+# copy of that page, made on the device before the row's first step computes; the row writes what follows. The page is locked
+# until that step has ended. The page that a row is writing is offered in the same way: the tree gets it as a part of a page,
+# with the tokens computed so far, and the row goes on to write behind them. Layers that keep a state share pages only.
 
 
 _TRIES = 64
@@ -283,6 +315,8 @@ class PrefixCache:
         windows: The pages of layers that see a window only.
         scarce: Those windows that have fewer pages than the page table.
         states: The snapshots of layers that keep a state; None: no layer does, or nothing is kept.
+        shares_parts: Whether tokens of a page are shared that is not equal to the end.
+        part_tokens: Tokens that rows have taken from such pages.
         found_tokens: Tokens of prefixes whose pages the tree had, when requests began.
         state_tokens: How many of these a state covered too.
         pins: The prefixes that are pinned.
@@ -333,7 +367,12 @@ class PrefixCache:
         self.states: StateSnapshots | None = None
         if states is not None and enabled:
             self.states = StateSnapshots(states.snapshots, page_size, allocator.num_pages)
-        self.found_tokens = self.state_tokens = 0
+        self.shares_parts = enabled and states is None and page_size > 1
+        self.part_tokens = self.found_tokens = self.state_tokens = 0
+        # The pages of the tree's parts, the locks of rows besides those on their prefixes, and the copies for the coming step.
+        self._parts: set[int] = set()
+        self._part_locks = 0
+        self._page_copies: list[tuple[int, int, int]] = []
         self._useless = UselessComponents()
         held: list[WindowPages | StateSnapshots] = [*self.windows]
         self.pins = Pins(self._tree, held if self.states is None else [*held, self.states], self.scarce)
@@ -363,10 +402,15 @@ class PrefixCache:
         return self._tree.probe(key, namespace, self._resumable if self.windows else None)
 
     def find(self, token_ids: array[int], namespace: bytes) -> int:
-        """How many tokens :meth:`open` would spare. Changes nothing."""
-        key = self._key(token_ids, 0, self._usable(token_ids))
+        """How many tokens :meth:`open` and :meth:`load` would spare, without tiers. Changes nothing."""
+        end = self._usable(token_ids)
+        tokens = self._tree.extent(token_ids[:end].tobytes(), namespace) if self.shares_parts else 0
+        if self.shares_parts and not self.windows:
+            return tokens
+        key = self._key(token_ids, 0, end)
         usable = self._resumable if self.windows or self.states is not None else None
-        return self._tree.probe(key, namespace, usable)[0] * self._page_size
+        whole = self._tree.probe(key, namespace, usable)[0]
+        return tokens if tokens // self._page_size == whole else whole * self._page_size
 
     def path(self, token_ids: array[int], namespace: bytes) -> list[int]:
         """The path of the prefix that :meth:`open` would find: a number for each node of the tree, from the root."""
@@ -406,7 +450,48 @@ class PrefixCache:
             count = resumed
         if self._below is not None:
             self._below.open(slot, token_ids[: self._usable(token_ids)], namespace, match.pages)
+        if self.shares_parts and len(match.pages) == found and (self._below is None or not self._below.kept(slot)):
+            self._open_part(slot, self._rows[slot], token_ids)
         return count * self._page_size
+
+    def _open_part(self, slot: int, row: Row, token_ids: array[int]) -> None:
+        """Locks the page that has the longest beginning in common with the tokens after the row's shared pages, if there is one
+        and its window pages are there."""
+        start = row.shared * self._page_size
+        wanted = token_ids[start : min(self._usable(token_ids), start + self._page_size)].tobytes()
+        if (found := self._tree.beginning(row.node, wanted)) is None:
+            return
+        page, tokens = int(found[0].pages[0]), found[1]
+        if any(window.page_beside(page) < 0 for window in self.windows):
+            return
+        row.source, row.copied = self._tree.first_page(found[0]), tokens
+        self._tree.lock(row.source)
+        self._part_locks += 1
+        row.held = tuple(window.hold(row.source.pages) for window in self.windows)
+        end = start + tokens
+        if any(window.extend(slot, end) < end for window in self.windows):
+            self._leave_source(row)
+
+    def forgo_part(self, slot: int) -> None:
+        """Has a row begin without the copy that :meth:`load` would ask for: the page is needed."""
+        self._leave_source(self._rows[slot])
+
+    def _leave_source(self, row: Row) -> None:
+        if row.source is not None:
+            self._tree.unlock(row.source)
+            self._part_locks -= 1
+            for window, pages in zip(self.windows, row.held, strict=True):
+                window.let_go(pages)
+            row.source, row.copied, row.held = None, 0, ()
+
+    def arriving(self, slot: int) -> bool:
+        """Whether a row begins with pages that a step in flight fills by copies."""
+        return self._rows[slot].arriving
+
+    def take_page_copies(self) -> npt.NDArray[np.int64]:
+        """The copies that rows need before the coming step computes; :attr:`Step.page_copies`."""
+        copies, self._page_copies = self._page_copies, []
+        return np.array(copies, np.int64).reshape(-1, 3)
 
     def kept(self, slot: int) -> int:
         """How many first tokens of a row had their keys and values in place when it was opened."""
@@ -467,23 +552,42 @@ class PrefixCache:
         missing = count - self._allocator.num_free
         if missing > 0:
             pages = self._tree.evict(missing)
+            whole = self._without_parts(pages)
             if self._below is not None:
-                self._below.evicted(pages)
+                self._below.evicted(whole)
             self._drop(pages)
         return self._allocator.allocate(count, owner)
 
+    def _without_parts(self, evicted: PageIds) -> PageIds:
+        """Those of the evicted pages that were whole; forgets the others."""
+        if self._parts.isdisjoint(pages := evicted.tolist()):
+            return evicted
+        whole = np.array([page for page in pages if page not in self._parts], np.int32)
+        self._parts.difference_update(pages)
+        return whole
+
     def load(self, slot: int) -> int:
-        """Asks the tiers below to fill the first pages that are the row's own, before the coming step computes.
+        """Asks the tiers below to fill the first pages that are the row's own, before the coming step computes; or for a copy of
+        a page that begins as the row's first own page does.
 
         Called once, after :meth:`open` and :meth:`allocate`. Until the next commit, which follows the step, the transfer
-        owns the pages.
+        owns the pages that it fills, and the page that is copied is locked.
 
         Returns:
             The number of tokens that these pages hold.
         """
+        row = self._rows[slot]
+        if row.source is not None:
+            page = int(row.source.pages[0])
+            self._page_copies.append((0, page, int(self._table.pages(slot)[row.shared])))
+            for group, window in enumerate(self.windows, 1):
+                if window.reach:
+                    mine = int(window.table[slot, row.shared])
+                    self._page_copies.append((group, window.page_beside(page), mine))
+            self.part_tokens += row.copied
+            return row.copied
         if self._below is None:
             return 0
-        row = self._rows[slot]
         count = self._below.kept(slot)
         if count:
             loading = self._table.pages(slot, row.shared)[:count].copy()
@@ -532,36 +636,72 @@ class PrefixCache:
             ledger.confirm(handle)
 
     def commit(self, slot: int, token_ids: array[int], computed: int) -> None:
-        """Shares the full pages of a row's first ``computed`` tokens, whose KV must be in place.
+        """Shares the pages of a row's first ``computed`` tokens, whose KV must be in place.
 
         If the tree has a page with these tokens already, the row takes it and frees its own.
         """
         row = self._rows[slot]
         self._arrived(slot, row)
-        start, end = row.shared, computed // self._page_size
-        if not self.enabled or row.private or end <= start:
-            for window in self.windows:
-                window.slide(slot, computed)
-            self._commit_states(slot, row)
-            return
-        own = self._table.pages(slot, start)[: end - start].copy()
-        cached = self._tree.insert(row.node, self._key(token_ids, start * self._page_size, computed), own)
-        taken = cached.pages == own
-        self._allocator.move(own[taken], slot, CACHE)
-        if not taken.all():
-            self._table.replace(slot, start, cached.pages)
-            self._allocator.free(own[~taken], slot)
-        for window in self.windows:
-            window.commit(slot, start, cached.pages)
-        if self._below is not None:
-            self._below.cached(slot, token_ids, start, cached.pages, own[taken])
+        if self.enabled and not row.private:
+            if computed // self._page_size > row.shared:
+                self._share(slot, row, token_ids, computed)
+            if self.shares_parts:
+                self._share_part(slot, row, token_ids, computed)
         for window in self.windows:
             window.slide(slot, computed)
-        self._tree.lock(cached.node)
-        self._tree.unlock(row.node)
-        row.node, row.shared = cached.node, end
         self._commit_states(slot, row)
         self._balance(slot)
+
+    def _share(self, slot: int, row: Row, token_ids: array[int], computed: int) -> None:
+        """Shares the full pages."""
+        start, end, part = row.shared, computed // self._page_size, row.part
+        own = self._table.pages(slot, start)[: end - start].copy()
+        key = self._key(token_ids, start * self._page_size, computed)
+        grown = part is not None and self._tree.grow(part, key, own.copy())
+        cached = self._tree.insert(row.node, key, own)
+        taken = cached.pages == own
+        first = row.in_tree - start  # a page that was a part is the cache's already
+        self._allocator.move(own[first:][taken[first:]], slot, CACHE)
+        if not taken.all():
+            self._table.replace(slot, start, cached.pages)
+            self._allocator.free(own[first:][~taken[first:]], slot)
+        if grown:
+            self._parts.discard(int(own[0]))
+        for window in self.windows:
+            if first and not grown:
+                window.rebase(slot, start, int(own[0]), int(cached.pages[0]))
+            window.commit(slot, start + first, cached.pages[first:])
+        if self._below is not None:
+            self._below.cached(slot, token_ids, start, cached.pages, own[taken])
+        self._tree.lock(cached.node)
+        self._tree.unlock(row.node)
+        self._leave_part(row)
+        row.node, row.shared = cached.node, end
+
+    def _share_part(self, slot: int, row: Row, token_ids: array[int], computed: int) -> None:
+        """Offers the tokens of the page that the row is writing."""
+        tokens = token_ids[row.shared * self._page_size : computed].tobytes()
+        if row.part is not None:
+            if len(tokens) > len(row.part.key):
+                self._tree.grow(row.part, tokens, row.part.pages)
+            return
+        if not tokens:
+            return
+        pages = self._table.pages(slot, row.shared)[:1].copy()
+        row.part = self._tree.insert_part(row.node, tokens, int(pages[0]))
+        if row.part is not None:
+            self._tree.lock(row.part)
+            self._part_locks += 1
+            self._parts.add(int(pages[0]))
+            self._allocator.move(pages, slot, CACHE)
+            for window in self.windows:
+                window.commit(slot, row.shared, pages)
+
+    def _leave_part(self, row: Row) -> None:
+        if row.part is not None:
+            self._tree.unlock(row.part)
+            self._part_locks -= 1
+            row.part = None
 
     def _commit_states(self, slot: int, row: Row) -> None:
         if self.states is not None:
@@ -582,7 +722,9 @@ class PrefixCache:
         if self.states is not None:
             self.states.close(slot)
         self._tree.unlock(row.node)
-        self._allocator.free(self._table.pages(slot, row.shared), slot)
+        own = self._table.pages(slot, row.in_tree)
+        self._leave_part(row)
+        self._allocator.free(own, slot)
         self._allocator.ended(slot)
         self._balance(slot)
 
@@ -616,8 +758,9 @@ class PrefixCache:
             keep: Whether the tiers below may copy the content first, as in an eviction.
         """
         pages = self._tree.evict(self._tree.num_evictable, reset=True)
+        whole = self._without_parts(pages)
         if self._below is not None:
-            (self._below.evicted if keep else self._below.dropped)(pages)
+            (self._below.evicted if keep else self._below.dropped)(whole)
         self._drop(pages)
         return len(pages)
 
@@ -645,7 +788,7 @@ class PrefixCache:
         Raises:
             LedgerError: This row has just lost a lock or a page.
         """
-        locks = len(self._rows) + len(self.pins)
+        locks = len(self._rows) + len(self.pins) + self._part_locks
         if self._tree.num_locks != locks:
             name = self._allocator.name_of(slot)
             raise LedgerError(f"{name}: {self._tree.num_locks} locks where rows and pins have {locks}")
@@ -653,6 +796,7 @@ class PrefixCache:
             raise LedgerError(f"{self._allocator.name_of(slot)}: the tree's pages are not those that the cache has")
 
     def _arrived(self, slot: int, row: Row) -> None:
+        self._leave_source(row)
         if row.loading is not None and self._below is not None:
             self._allocator.confirm(row.loading)
             self._allocator.move(row.loading.pages, TRANSFER, slot)

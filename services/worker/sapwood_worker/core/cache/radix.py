@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,14 +24,15 @@ TOKEN_BYTES = 4
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of pages that follows the pages of its parent.
+    """A run of pages that follows the pages of its parent, or a part of one page.
 
     Attributes:
-        key: The token ids of its pages; of a root, its namespace.
+        key: The token ids of its pages; of a root, its namespace. A part of a page has fewer than a page, and nothing follows.
         pages: int32, its page ids.
-        hashes: The chained hashes of its pages, 16 bytes each.
+        hashes: The chained hashes of its pages, 16 bytes each; empty for a part of a page.
         parent: None for a root and for a node that has been evicted.
         children: By the bytes of their first page.
+        firsts: The keys of ``children``, sorted.
         locks: How many locks it and all nodes below it have.
         created: When it was cached, by the tree's tick.
         used: When it was last matched or cached, by the tree's tick.
@@ -43,6 +45,7 @@ class Node:
     hashes: bytes
     parent: Node | None
     children: dict[bytes, Node] = field(default_factory=dict)
+    firsts: list[bytes] = field(default_factory=list)
     locks: int = 0
     created: int = 0
     used: int = 0
@@ -80,7 +83,11 @@ def root_of(node: Node) -> Node:
 # take O(depth), eviction takes O(log leaves) for each node. Only eviction depends on the number of cached pages. Bound: at most
 # one node for each page.
 #
-# The tree holds full pages only. Namespaces (a tenant's salt, a LoRA) share nothing.
+# A page that is not full is a leaf too, a part of a page: no request begins with it, but a request may begin with a copy of it.
+# Such a copy may be of a full page as well. Of all pages below a node the one with the longest common beginning stands beside
+# the place in their sorted order where the wanted tokens would stand: O(log children).
+#
+# Namespaces (a tenant's salt, a LoRA) share nothing.
 
 
 _MOST_CHILDREN = 64
@@ -132,13 +139,13 @@ class RadixTree:
         return self._evictable
 
     def match(self, key: bytes, namespace: bytes = b"") -> Match:
-        """The longest cached prefix of ``key``; trailing bytes short of a page are ignored.
+        """The longest cached prefix of ``key``, in whole pages; of ``key`` too, only whole pages count.
 
         Marks the prefix as used and splits a node if only its first part matches; the cached pages stay the same.
         The pages stay valid until the next eviction: lock the node to keep them.
         """
         self._tick += 1
-        return self._walk(self._root(namespace), key, hit=True)
+        return self._walk(self._root(namespace), self._whole(key), hit=True)
 
     def probe(
         self, key: bytes, namespace: bytes = b"", usable: Callable[[PageIds], int] | None = None
@@ -149,7 +156,7 @@ class RadixTree:
             key, namespace: As for :meth:`match`.
             usable: Returns how many of a prefix's pages can be used; only these are counted. None: all can.
         """
-        node = self._roots.get(namespace)
+        node, key = self._roots.get(namespace), self._whole(key)
         found = unlocked = 0
         runs: list[tuple[PageIds, int]] = []
         while node is not None:
@@ -157,7 +164,7 @@ class RadixTree:
             child = node.children.get(key[offset : offset + self._stride])
             if child is None:
                 break
-            common = self._common(child.key, key, offset)
+            common = _common(child.key, key, offset, self._stride)
             found += common // self._stride
             unlocked += 0 if child.locks else common // self._stride
             if usable is not None:
@@ -172,12 +179,26 @@ class RadixTree:
             left -= len(pages)
         return found, unlocked
 
+    def extent(self, key: bytes, namespace: bytes = b"") -> int:
+        """How many tokens :meth:`match` and then :meth:`beginning` would find; changes nothing."""
+        node = self._roots.get(namespace)
+        offset = 0
+        while node is not None:
+            wanted = key[offset : offset + self._stride]
+            if (child := node.children.get(wanted)) is None:
+                found = self.beginning(node, wanted)
+                return offset // TOKEN_BYTES + (0 if found is None else found[1])
+            common = _common(child.key, key, offset, TOKEN_BYTES)
+            offset += common
+            node = child if common == len(child.key) else None
+        return offset // TOKEN_BYTES
+
     def path(self, key: bytes, namespace: bytes = b"") -> list[int]:
         """The path that :meth:`match` would take: a number for each node, the root first; changes nothing.
 
         The paths of two keys begin with the same numbers while the keys run through the same nodes. Valid until the tree changes.
         """
-        node = self._roots.get(namespace)
+        node, key = self._roots.get(namespace), self._whole(key)
         numbers: list[int] = []
         offset = 0
         while node is not None:
@@ -185,7 +206,7 @@ class RadixTree:
             child = node.children.get(key[offset : offset + self._stride])
             if child is None:
                 break
-            common = self._common(child.key, key, offset)
+            common = _common(child.key, key, offset, self._stride)
             offset += common
             if common < len(child.key):
                 numbers.append(id(child))
@@ -213,10 +234,94 @@ class RadixTree:
             offset += len(child.key)
             below = child
         rest = key[offset:]
+        part = b""
         for first, child in islice(reversed(below.children.items()), _MOST_CHILDREN):
             if first.startswith(rest):
-                return child.key[len(rest) :]
-        return b""
+                if len(first) == stride:
+                    return child.key[len(rest) :]
+                part = part or first[len(rest) :]
+        return part
+
+    def beginning(self, below: Node, tokens: bytes) -> tuple[Node, int] | None:
+        """The page below a node that has the longest beginning in common with ``tokens``; changes nothing.
+
+        Args:
+            below: A node.
+            tokens: Tokens that follow the node's, at most a page.
+
+        Returns:
+            The node that begins with the page, and how many tokens of it are ``tokens``'; None: there is no such page.
+        """
+        firsts = below.firsts
+        if not firsts:
+            return None
+        place = bisect_left(firsts, tokens)
+        found, most = b"", 0
+        for first in firsts[max(0, place - 1) : place + 1]:
+            if (common := _common(first, tokens, 0, TOKEN_BYTES)) > most:
+                found, most = first, common
+        return (below.children[found], most // TOKEN_BYTES) if most else None
+
+    def first_page(self, node: Node) -> Node:
+        """Splits a node so that it ends with its first page; returns the node of that page."""
+        return self._split(node, self._stride) if len(node.pages) > 1 else node
+
+    def insert_part(self, below: Node, tokens: bytes, page: int) -> Node | None:
+        """Caches a part of a page as a continuation of a cached prefix.
+
+        Args:
+            below: The prefix's last node, locked.
+            tokens: The part's token ids, fewer than a page's; at least one.
+            page: The page, which the tree takes. Its owner may go on to write behind these tokens.
+
+        Returns:
+            The part's node; None if the tree has a page that begins with these tokens: it does not take the page then.
+        """
+        assert 0 < len(tokens) < self._stride
+        if self._begins(below, tokens):
+            return None
+        self._tick += 1
+        part = Node(tokens, np.array([page], np.int32), b"", below, created=self._tick, used=self._tick)
+        _adopt(below, part, tokens)
+        self._pages += 1
+        self._evictable += 1
+        self._queue.offer(part)
+        return part
+
+    def grow(self, part: Node, key: bytes, pages: PageIds) -> bool:
+        """Has a part of a page, which is locked, hold more tokens: those that its owner has written since.
+
+        Args:
+            part: The part of a page.
+            key: The token ids from the page's first on: a part of a page, or whole pages.
+            pages: Their pages; the first is the part's own.
+
+        Returns:
+            Whether it does. If not, the tree has other pages that begin with these tokens, and the part is left as it is.
+        """
+        below = part.parent
+        assert below is not None and part.locks and pages[0] == part.pages[0]
+        whole = len(key) >= self._stride
+        # The part itself begins with no more tokens than it has.
+        if key[: self._stride] in below.children or (not whole and self._begins(below, key)):
+            return False
+        _orphan(below, part.key)
+        self._tick += 1
+        part.key, part.pages, part.used = key, pages, self._tick
+        self._pages += len(pages) - 1
+        _adopt(below, part, key[: self._stride])
+        if whole:
+            self._announce(part)
+        return True
+
+    def _whole(self, key: bytes) -> bytes:
+        """The whole pages of a key."""
+        return key[: len(key) // self._stride * self._stride]
+
+    def _begins(self, below: Node, tokens: bytes) -> bool:
+        """Whether a page below a node begins with these tokens, fewer than a page's."""
+        place = bisect_left(below.firsts, tokens)
+        return place < len(below.firsts) and below.firsts[place].startswith(tokens)
 
     def insert(self, below: Node, key: bytes, pages: PageIds) -> Match:
         """Caches whole pages as the continuation of a cached prefix.
@@ -281,7 +386,8 @@ class RadixTree:
         while count > 0 and (node := self._queue.pop()) is not None:
             keep = max(0, len(node.pages) - count)
             freed.append(node.pages[keep:])
-            removed.append(node.hashes[keep * HASH_BYTES :])
+            if node.hashes:
+                removed.append(node.hashes[keep * HASH_BYTES :])
             count -= len(node.pages) - keep
             parent = node.parent
             assert parent is not None
@@ -290,7 +396,7 @@ class RadixTree:
                 node.hashes = node.hashes[: keep * HASH_BYTES]
                 self._queue.offer(node)
             else:
-                del parent.children[node.key[: self._stride]]
+                _orphan(parent, node.key[: self._stride])
                 node.parent = None
                 self._offer(parent)
         pages = np.concatenate(freed) if freed else _NONE
@@ -328,9 +434,12 @@ class RadixTree:
             found += root in ends
         for node in self.nodes():
             assert node.parent is not None and node.parent.children[node.key[: self._stride]] is node
+            assert node.firsts == sorted(node.children), "the children are not in order"
             count = len(node.pages)
-            assert len(node.key) == count * self._stride > 0
-            assert len(node.hashes) == count * HASH_BYTES
+            if is_part := 0 < len(node.key) < self._stride:
+                assert count == 1 and not node.children and not node.hashes
+            assert is_part or len(node.key) == count * self._stride > 0
+            assert is_part or len(node.hashes) == count * HASH_BYTES
             locks = 0
             for child in node.children.values():
                 locks += child.locks
@@ -355,13 +464,19 @@ class RadixTree:
 
     def _leaf(self, parent: Node, key: bytes, pages: PageIds) -> Node:
         """A new leaf below ``parent``, announced."""
-        below = parent.hashes[-HASH_BYTES:]
-        hashes = b"".join(self._hashes(below or parent.key, key))
-        leaf = Node(key, pages, hashes, parent, created=self._tick, used=self._tick)
-        parent.children[key[: self._stride]] = leaf
-        if self._events is not None:
-            self._events.add(BlockStored(hashes, below, key, lora=lora_of(root_of(parent).key)))
+        leaf = Node(key, pages, b"", parent, created=self._tick, used=self._tick)
+        _adopt(parent, leaf, key[: self._stride])
+        self._announce(leaf)
         return leaf
+
+    def _announce(self, node: Node) -> None:
+        """Hashes the whole pages of a new leaf, and reports them."""
+        parent = node.parent
+        assert parent is not None
+        below = parent.hashes[-HASH_BYTES:]
+        node.hashes = b"".join(self._hashes(below or parent.key, node.key))
+        if self._events is not None:
+            self._events.add(BlockStored(node.hashes, below, node.key, lora=lora_of(root_of(parent).key)))
 
     def _hashes(self, parent: bytes, key: bytes) -> list[bytes]:
         if self._pictures is None or not self._pictures.among(key):
@@ -377,7 +492,7 @@ class RadixTree:
         offset = 0
         pages: list[PageIds] = []
         while (child := node.children.get(key[offset : offset + self._stride])) is not None:
-            common = self._common(child.key, key, offset)
+            common = _common(child.key, key, offset, self._stride)
             if common < len(child.key):
                 child = self._split(child, common)
             child.used = self._tick
@@ -386,21 +501,6 @@ class RadixTree:
             offset += common
             node = child
         return Match(node, np.concatenate(pages) if pages else _NONE)
-
-    def _common(self, run: bytes, key: bytes, offset: int) -> int:
-        """The length in bytes, in whole pages, of the common beginning of a run and the key from ``offset`` on; their first page
-        is equal."""
-        if key.startswith(run, offset):
-            return len(run)
-        # Binary search: a longer prefix matches only if every shorter one does.
-        low, high = 1, min(len(run), len(key) - offset) // self._stride
-        while low < high:
-            middle = (low + high + 1) // 2
-            if key.startswith(run[: middle * self._stride], offset):
-                low = middle
-            else:
-                high = middle - 1
-        return low * self._stride
 
     def _split(self, node: Node, at: int) -> Node:
         """Puts the first ``at`` bytes of a node's run into a new parent; returns that.
@@ -422,7 +522,7 @@ class RadixTree:
         node.parent.children[upper.key[: self._stride]] = upper
         node.key, node.pages, node.hashes = node.key[at:], node.pages[count:], node.hashes[count * HASH_BYTES :]
         node.parent = upper
-        upper.children[node.key[: self._stride]] = node
+        _adopt(upper, node, node.key[: self._stride])
         return upper
 
     def _offer(self, node: Node) -> None:
@@ -431,3 +531,28 @@ class RadixTree:
             self._queue.offer(node)
         elif node.parent is None and not node.children and not node.locks and self._roots.get(node.key) is node:
             del self._roots[node.key]
+
+
+def _common(run: bytes, key: bytes, offset: int, unit: int) -> int:
+    """The length in bytes, in whole units, of the common beginning of a run and the key from ``offset`` on."""
+    if key.startswith(run, offset):
+        return len(run) // unit * unit
+    # Binary search: a longer prefix matches only if every shorter one does.
+    low, high = 0, min(len(run), len(key) - offset) // unit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if key.startswith(run[: middle * unit], offset):
+            low = middle
+        else:
+            high = middle - 1
+    return low * unit
+
+
+def _adopt(parent: Node, child: Node, first: bytes) -> None:
+    parent.children[first] = child
+    insort(parent.firsts, first)
+
+
+def _orphan(parent: Node, first: bytes) -> None:
+    del parent.children[first]
+    del parent.firsts[bisect_left(parent.firsts, first)]

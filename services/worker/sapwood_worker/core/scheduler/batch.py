@@ -85,7 +85,8 @@ class RunningBatch:
         return self.pages_for(len(request.token_ids)) - found + unlocked
 
     def tokens_gained(self, request: Request, others: Sequence[Request]) -> int:
-        """How many more tokens the request would find in the cache after one of the others has computed its whole prompt."""
+        """How many more tokens the request would find in the cache after one of the others has computed its whole prompt; fewer
+        than a page's count as none."""
         others = [other for other in others if other.namespace == request.namespace]
         if not self._cache.enabled or not others:
             return 0
@@ -100,7 +101,7 @@ class RunningBatch:
             mine, theirs = (np.frombuffer(tokens, np.uint32, limit) for tokens in (request.keyed, other.keyed))
             differing = mine != theirs
             common = int(differing.argmax()) if differing.any() else limit
-            found = common // self._page_size * self._page_size
+            found = common if self._cache.shares_parts else common // self._page_size * self._page_size
             if states is not None:
                 # It finds the keys and values, but needs a state as well: where it branches off, if that is not computed yet.
                 if found > max(start, other.planned) and found < other.prompt_length:
@@ -166,6 +167,9 @@ class RunningBatch:
         )
         missing = self.pages_for(len(request.token_ids)) - self._table.length(request.slot)
         allocated = self._cache.allocate(request.slot, missing)
+        if not allocated:
+            self._cache.forgo_part(request.slot)
+            allocated = self._cache.allocate(request.slot, missing)
         assert allocated, f"request {request.request_id} was started without pages for it"
         request.computed += self._cache.load(request.slot)
         request.planned = request.computed
@@ -219,7 +223,7 @@ class RunningBatch:
         return min(count, request.reach - request.planned)
 
     def commit(self, request: Request) -> None:
-        """Puts the full pages of a request's computed tokens into the prefix cache."""
+        """Puts the pages of a request's computed tokens into the prefix cache."""
         # After an abort with steps in flight, more tokens are computed than known.
         known = len(request.token_ids) if request.walk is None else request.prompt_length
         self._cache.commit(request.slot, request.keyed, min(request.computed, known))

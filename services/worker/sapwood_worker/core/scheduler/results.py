@@ -83,12 +83,14 @@ class StepResults:
                 outputs.append(got)
         return outputs
 
-    def fail(self, steps: Sequence[StepInFlight], error: str) -> list[RequestOutput]:
-        """Ends the requests of failed steps; none of their further pages enters the cache."""
+    def fail(self, steps: Sequence[StepInFlight], begun: Sequence[Request], error: str) -> list[RequestOutput]:
+        """Ends the requests of failed steps, and those that the steps were to fill pages for by copies; none of their further
+        pages enters the cache."""
         outputs: list[RequestOutput] = []
         for step in steps:
             step.release_grammars()
-        for request in {request.serial: request for step in steps for request in step.requests}.values():
+        failed = {request.serial: request for step in steps for request in step.requests}
+        for request in (failed | {request.serial: request for request in begun}).values():
             if not request.over:
                 outputs.append(end_output(request, "error", error))
             request.in_flight = 0

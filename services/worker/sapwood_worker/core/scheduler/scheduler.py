@@ -123,6 +123,7 @@ def measure_load(
         state_slots=0 if cache.states is None else cache.states.num_slots,
         used_state_slots=0 if cache.states is None else cache.states.num_used,
         evicted_states=0 if cache.states is None else cache.states.num_evicted,
+        part_page_tokens=cache.part_tokens,
         prefix_page_tokens=cache.found_tokens,
         prefix_state_tokens=cache.state_tokens,
         loras=loras,
@@ -134,7 +135,7 @@ def _with_tiers(load: Load, tiers: HierarchicalCache, page_size: int) -> Load:
     """The load with the counts of the tiers below the device."""
     load = msgspec.structs.replace(
         load,
-        device_hit_tokens=tiers.counters.device_hits * page_size,
+        device_hit_tokens=tiers.counters.device_hits * page_size + load.part_page_tokens,
         host_hit_tokens=tiers.counters.host_hits * page_size,
         host_used_pages=tiers.host.num_ready,
         host_num_pages=tiers.host.num_pages,
@@ -435,6 +436,7 @@ class Scheduler:
         step = StepInFlight(
             self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts, forced=forced
         )
+        step.plan.page_copies = self._cache.take_page_copies()
         step.plan.lora_loads = self._loras.take_loads()
         if drafts and not forced and self._speculation is not None:
             step.plan.late = self._speculation.late
@@ -487,7 +489,8 @@ class Scheduler:
             if self._tiers is not None and copies is not None and copies.during is not None:
                 self._tiers.failed(copies.during)
             self._loras.failed(step.plan.lora_loads)
-        return self._results.fail(failed, error)
+        begun = [each for each in self._running.requests if self._cache.arriving(each.slot)]
+        return self._results.fail(failed, begun, error)
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends all requests with what there is of their output; returns their last outputs."""

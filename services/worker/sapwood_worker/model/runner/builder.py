@@ -33,6 +33,7 @@ from sapwood_worker.model.loader import LoadedModel, load_model
 from sapwood_worker.model.lora.store import LoraStore
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import memory_limit
+from sapwood_worker.model.pools.page_copier import PageCopier
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.ahead_of_time import AheadOfTimeKernels
 from sapwood_worker.model.runner.attention_builder import AttentionBuilder
@@ -313,11 +314,13 @@ class _Builder:
             shape = pool.num_pages * pool.page_size, head.config.hidden_size
             head.store = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self._model.aux_hidden_states = AuxiliaryHiddenStates(head.taken, head.mix, head.store)
+        copier = PageCopier(pool, self._ops, () if head is None else (head.store,))
         backend, graphs = self._attention.backend(
             pool, self._last_tokens, self._drawing, self._largest_graph, whole_ladder=True, loras=self._loras
         )
         # Some libraries compile kernels at their first use, for minutes: they are compiled here, before requests come.
         if self._ops.asynchronous:
+            copier.warm_up()
             compute_trial([1, 2], self._model, pool, backend, self._ops)
             compute_shared_trial(config.max_position, self._model, pool, backend, self._ops)
             self._try_adapters(pool, backend, graphs)
@@ -340,6 +343,7 @@ class _Builder:
             vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
             host_pool=host_pool,
             transfer=None if host_pool is None else make_transfer(pool, host_pool, self._ops),
+            copier=copier,
             identity=self._identity,
             cuts=self._micro_batches(pool, backend),
             parallel=self._parallel,
@@ -402,6 +406,7 @@ class _Builder:
             vocabulary=None,
             host_pool=None,
             transfer=None,
+            copier=PageCopier(pool, self._ops),
             identity=self._identity,
             shifted=shifted,
         )

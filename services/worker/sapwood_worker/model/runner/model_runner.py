@@ -27,6 +27,7 @@ from sapwood_worker.model.live_weights import LiveWeights
 from sapwood_worker.model.lora.store import LoraStore
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.model.pools.page_copier import PageCopier
 from sapwood_worker.model.pools.peer_pages import CudaMemory, OwnPool
 from sapwood_worker.model.pools.torch_transfer import Transfer, marked
 from sapwood_worker.model.runner.forward_batch import build_forward_batch
@@ -80,6 +81,7 @@ class ModelRunner:
         vocabulary: The model's tokens, if its files hold them and structured output is wanted.
         host_pool: The memory of the KV cache's second tier; None: there is none.
         transfer: Copies pages to it and from it.
+        copier: Copies pages within the pool.
         identity: Makes :meth:`cache_identity`'s answer.
         cuts: Cuts steps for the stages of a pipeline; None: there is one stage.
         shifted: Shifts steps for a head that drafts; None: it is a whole model.
@@ -112,6 +114,7 @@ class ModelRunner:
         vocabulary: TokenVocabulary | None,
         host_pool: HostPool | None,
         transfer: Transfer | None,
+        copier: PageCopier,
         identity: Callable[[], str],
         cuts: MicroBatches | None = None,
         shifted: ShiftedSteps | None = None,
@@ -140,6 +143,7 @@ class ModelRunner:
         self._sampler = sampler
         self._last_tokens = last_tokens
         self._transfer = transfer
+        self._copier = copier
         self._identity = identity
         self._cuts = cuts
         self._own_rows = parallel.rows
@@ -182,6 +186,8 @@ class ModelRunner:
     def _launch(self, step: Step) -> LaunchedStep | DeferredStep:
         if step.moves:
             self._move_experts(step.moves)
+        if len(step.page_copies):
+            self._copier.copy(step.page_copies)
         if step.copies is not None:
             assert self._transfer is not None, "there is no second tier to copy to"
             self._transfer.start(step.copies)

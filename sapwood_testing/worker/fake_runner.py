@@ -345,13 +345,13 @@ class FakeRunner:
                 step.error = error
 
     def _compute(self, step: Step, seeds: dict[int, int]) -> ModelOutput:
+        if step.copies is not None:
+            assert self._transfer is not None
+            self._transfer.start(step.copies)
         pools = [self._pool, *self._windows]
         copied = [pools[group][source].copy() for group, source, _ in step.page_copies.tolist()]
         for (group, _, target), content in zip(step.page_copies.tolist(), copied, strict=True):
             pools[group][target] = content
-        if step.copies is not None:
-            assert self._transfer is not None
-            self._transfer.start(step.copies)
         self._slots.update(seeds)
         for entry in step.entries:
             self._entries[entry.row] = entry

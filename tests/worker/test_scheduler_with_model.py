@@ -76,7 +76,7 @@ def test_greedy_tokens_do_not_depend_on_scheduling(
         received.setdefault(output.serial, []).extend(output.token_ids)
     if pool_tokens <= 160:
         assert scheduler.num_retractions > 0, "the pool is too large for the test to mean much"
-    assert (scheduler.load().cached_tokens > 0) == (page_size <= 16), "prompts are shorter than a large page"
+    assert scheduler.load().cached_tokens > 0
     for serial, prompt in enumerate(prompts()):
         check_greedy(tiny, prompt, received[serial], TOKENS, 1e-4)
 
@@ -182,8 +182,8 @@ def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_run
     for max_running, max_step_tokens, pages, overlap in (
         (1, 512, 64, False),
         (6, 9, 64, True),
-        (6, 32, 8, False),
-        (6, 32, 8, True),
+        (6, 32, 7, False),
+        (6, 32, 7, True),
     ):
         runner = make_runner(path, page_size=16, num_pages=pages, max_running=max_running)
         scheduler = scheduler_for(runner.info, max_step_tokens=max_step_tokens, conservativeness=0.0)
@@ -244,7 +244,7 @@ def test_log_probabilities_of_a_prompts_end_are_the_whole_prompts_and_use_the_ca
     assert len(found[0]) == 29
     for serial, start in ((1, 19), (2, 19), (3, 28), (4, 29), (5, 200)):
         assert found[serial] == pytest.approx(found[0][start:], abs=1e-4), start
-    assert cached == {0: 0, 1: 16, 2: 16, 3: 28, 4: 28, 5: 28}
+    assert cached == {0: 0, 1: 19, 2: 19, 3: 28, 4: 29, 5: 29}
 
 
 @pytest.mark.parametrize(("max_step_tokens", "page_size", "pages"), [(512, 16, 64), (7, 16, 64), (32, 4, 28)])

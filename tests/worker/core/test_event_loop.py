@@ -218,7 +218,7 @@ def test_what_is_refused_is_answered_and_harms_nobody() -> None:
 
 def test_flushing_frees_what_finished_requests_left_behind() -> None:
     channel = run([submit(0, list(range(10)), 2)], [], [], [Flush(7)])
-    assert [message for message in channel.sent if isinstance(message, Answered)] == [Answered(7, 2)]
+    assert [message for message in channel.sent if isinstance(message, Answered)] == [Answered(7, 3)]
     last = channel.sent[-1]
     assert isinstance(last, Step)
     assert last.load.used_pages == 0

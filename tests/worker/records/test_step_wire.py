@@ -111,7 +111,16 @@ def plain(step: Step) -> list[Any]:
     def of(copy: PageCopy | None) -> Any:
         return copy and (copy.number, *(each.tolist() for each in (copy.device, copy.host, *copy.windows)))
 
-    arrays = (step.rows, step.starts, step.counts, step.samples, step.token_ids, step.pages, step.masked, step.page_copies)
+    arrays = (
+        step.rows,
+        step.starts,
+        step.counts,
+        step.samples,
+        step.token_ids,
+        step.pages,
+        step.masked,
+        step.page_copies,
+    )
     masks = None if step.masks is None else step.masks.result().tolist()
     moved = step.copies and (of(step.copies.store), of(step.copies.load), step.copies.fence, step.copies.loads)
     return [

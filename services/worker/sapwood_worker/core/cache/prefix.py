@@ -468,9 +468,6 @@ class PrefixCache:
         self._tree.lock(row.source)
         self._part_locks += 1
         row.held = tuple(window.hold(row.source.pages) for window in self.windows)
-        end = start + tokens
-        if any(window.extend(slot, end) < end for window in self.windows):
-            self._leave_source(row)
 
     def forgo_part(self, slot: int) -> None:
         """Has a row begin without the copy that :meth:`load` would ask for: the page is needed."""
@@ -578,14 +575,7 @@ class PrefixCache:
         """
         row = self._rows[slot]
         if row.source is not None:
-            page = int(row.source.pages[0])
-            self._page_copies.append((0, page, int(self._table.pages(slot)[row.shared])))
-            for group, window in enumerate(self.windows, 1):
-                if window.reach:
-                    mine = int(window.table[slot, row.shared])
-                    self._page_copies.append((group, window.page_beside(page), mine))
-            self.part_tokens += row.copied
-            return row.copied
+            return self._copy_part(slot, row, row.source)
         if self._below is None:
             return 0
         count = self._below.kept(slot)
@@ -596,6 +586,21 @@ class PrefixCache:
             self._allocator.move(loading, slot, TRANSFER)
             row.loading = self._allocator.handle(loading)
         return count * self._page_size
+
+    def _copy_part(self, slot: int, row: Row, source: Node) -> int:
+        """Asks for the copy of the page that the row begins with, unless a window has no page for it; returns the tokens."""
+        end = row.shared * self._page_size + row.copied
+        if any(window.extend(slot, end) < end for window in self.windows):
+            self._leave_source(row)
+            return 0
+        page = int(source.pages[0])
+        self._page_copies.append((0, page, int(self._table.pages(slot)[row.shared])))
+        for group, window in enumerate(self.windows, 1):
+            if window.reach:
+                mine = int(window.table[slot, row.shared])
+                self._page_copies.append((group, window.page_beside(page), mine))
+        self.part_tokens += row.copied
+        return row.copied
 
     def extend(self, slot: int, tokens: int, computed: int, *, share: bool = False) -> int:
         """Gives a row window pages for its first ``tokens`` tokens; ``computed`` of them are computed. Returns how many tokens

@@ -186,11 +186,11 @@ class ModelRunner:
     def _launch(self, step: Step) -> LaunchedStep | DeferredStep:
         if step.moves:
             self._move_experts(step.moves)
-        if len(step.page_copies):
-            self._copier.copy(step.page_copies)
         if step.copies is not None:
             assert self._transfer is not None, "there is no second tier to copy to"
             self._transfer.start(step.copies)
+        if len(step.page_copies):
+            self._copier.copy(step.page_copies)
         self._begin_rows(step)
         self._sampler.publish()
         if self._own_rows is not None and len(step.rank_tokens):

@@ -182,8 +182,8 @@ def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_run
     for max_running, max_step_tokens, pages, overlap in (
         (1, 512, 64, False),
         (6, 9, 64, True),
-        (6, 32, 7, False),
-        (6, 32, 7, True),
+        (6, 32, 9, False),
+        (6, 32, 9, True),
     ):
         runner = make_runner(path, page_size=16, num_pages=pages, max_running=max_running)
         scheduler = scheduler_for(runner.info, max_step_tokens=max_step_tokens, conservativeness=0.0)

@@ -303,6 +303,8 @@ class UselessComponents:
                 )  # fmt: skip
 
 
+_NO_COPIES = np.zeros((0, 3), np.int64)
+
 Written = tuple[PageHandle, ...]
 """Handles of pages, one for each page table."""
 
@@ -487,8 +489,10 @@ class PrefixCache:
 
     def take_page_copies(self) -> npt.NDArray[np.int64]:
         """The copies that rows need before the coming step computes; :attr:`Step.page_copies`."""
+        if not self._page_copies:
+            return _NO_COPIES
         copies, self._page_copies = self._page_copies, []
-        return np.array(copies, np.int64).reshape(-1, 3)
+        return np.array(copies, np.int64)
 
     def kept(self, slot: int) -> int:
         """How many first tokens of a row had their keys and values in place when it was opened."""

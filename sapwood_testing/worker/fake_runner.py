@@ -349,8 +349,8 @@ class FakeRunner:
             assert self._transfer is not None
             self._transfer.start(step.copies)
         pools = [self._pool, *self._windows]
-        copied = [pools[group][source].copy() for group, source, _ in step.page_copies.tolist()]
-        for (group, _, target), content in zip(step.page_copies.tolist(), copied, strict=True):
+        contents = [pools[group][source].copy() for group, source, _ in step.page_copies.tolist()]
+        for (group, _, target), content in zip(step.page_copies.tolist(), contents, strict=True):
             pools[group][target] = content
         self._slots.update(seeds)
         for entry in step.entries:

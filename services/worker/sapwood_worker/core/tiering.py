@@ -212,7 +212,7 @@ class Tiering:
             "failing" if failing else "attached" if connection is not None else "opening" if self.opener.url else "none"
         )
         return [
-            msgspec.structs.replace(device, hit_tokens=counters.device_hits * size),
+            msgspec.structs.replace(device, hit_tokens=counters.device_hits * size + load.part_page_tokens),
             TierReport(
                 tier="host",
                 pages=host.num_ready,

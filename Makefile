@@ -35,7 +35,7 @@ up: $(BIN)/.installed ## Install, fetch the demo model, start tokenizer, 2 worke
 test: $(BIN)/.installed-dev $(BIN)/.system node ## Run the tests but the slow ones
 	$(TEST_ENV) $(BIN)/pytest -n auto -m "not slow" $(ARGS)
 
-test-slow: $(BIN)/.installed-dev $(BIN)/.system ## Run the slow tests: SHARD=2/6 a sixth of them
+test-slow: $(BIN)/.installed-dev $(BIN)/.browsers ## Run the slow tests: SHARD=2/6 a sixth of them
 	$(TEST_ENV) SHARD=$(SHARD) $(BIN)/pytest -n auto -m "slow and not containers and not clients" $(ARGS)
 
 test-clients: $(BIN)/.installed-dev ## Install other people's clients and benchmarks and run their calls against a demo cluster
@@ -148,6 +148,10 @@ $(BIN)/.installed-dev: $(BIN)/pip $(SOURCES)
 $(BIN)/.system: $(BIN)/pip tests/system.sh
 	@tests/system.sh $(BIN)
 	@touch $@
+
+$(BIN)/.browsers: $(BIN)/pip tests/system.sh
+	@tests/system.sh $(BIN) chromium firefox-esr
+	@touch $(BIN)/.system $@
 
 # Without Node the one test that needs it is skipped, and says so.
 examples/node/node_modules/.installed: examples/node/package-lock.json

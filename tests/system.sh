@@ -1,11 +1,12 @@
 #!/bin/sh
-# What tests use beside Python packages, from Debian: Mooncake's libraries, installed; promtool, unpacked into the folder $1 (its
-# package would start a Prometheus). Where this is not Debian, or not root, the tests that want what is missing skip, and say so.
+# What tests use beside Python packages, from Debian: Mooncake's libraries and the packages that are named after the folder, installed;
+# promtool, unpacked into the folder $1 (its package would start a Prometheus). Where this is not Debian, or not root, the tests that want what is missing skip, and say so.
 set -eu
 bin=$(realpath "$1")
+shift
 command -v apt-get >/dev/null || exit 0
 missing=
-for package in libcurl4 libibverbs1 libnuma1; do
+for package in libcurl4 libibverbs1 libnuma1 "$@"; do
     dpkg-query --show --showformat='${Status}' $package 2>/dev/null | grep -q 'ok installed' || missing="$missing $package"
 done
 if [ -n "$missing" ] && [ "$(id -u)" = 0 ]; then

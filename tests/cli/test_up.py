@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_origin
 
+import gguf
 import pytest
 
 from sapwood.cli import up
@@ -278,6 +279,38 @@ def test_every_architecture_of_a_family_is_among_the_names_found_without_importi
     own = {name for family in families() for name in (*family.architectures, *family.classifiers)}
     assert own <= possible
     assert {name.replace("ForCausalLM", "Model") for name in own} <= possible
+
+
+def test_the_gguf_architectures_found_without_importing_families_are_those_that_families_read() -> None:
+    from sapwood_worker.model.families.names import gguf_architectures
+    from sapwood_worker.model.families.registry import families
+
+    read = {family.gguf_name or family.name for family in families() if family.from_gguf is not None}
+    assert gguf_architectures() == read
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"), [("bert", "bert"), ("nomic\nbert", r"nomic\nbert"), (None, "(none)")]
+)
+def test_a_gguf_file_of_an_unknown_architecture_is_refused_before_a_service_starts(
+    architecture: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, architecture or "none")
+    if architecture is None:
+        del writer.kv_data[0]["general.architecture"]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert main(["up", str(path), "--ports", "auto"]) == 2
+    printed = capsys.readouterr()
+    assert (
+        f"--model: {path}: general.architecture {said} is not read from GGUF files; `sapwood docs models`"
+        in printed.err
+    )
+    assert printed.err.count("\n") == 1
+    assert "starting" not in printed.out
 
 
 @pytest.mark.parametrize(

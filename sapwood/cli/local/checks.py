@@ -19,7 +19,7 @@ from sapwood_net.sockets.listen import is_foreign, why_not
 from sapwood_net.sockets.tls import server_tls
 from sapwood_net.sockets.unix_socket import is_unix
 from sapwood_router.config import RouterConfig
-from sapwood_worker.model.families.names import CAUSAL, WRAPPERS, possible_architectures
+from sapwood_worker.model.families.names import CAUSAL, WRAPPERS, gguf_architectures, possible_architectures
 
 _CUDA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """What the driver makes; the second on Windows' Linux."""
@@ -96,8 +96,10 @@ def _attention_heads(path: Path) -> int | None:
             found = {**raw, **(inner if isinstance(inner, dict) else {})}.get("num_attention_heads")
         else:
             file = GgufFile(path)
-            found = file.metadata.get(f"{file.metadata.get('general.architecture')}.attention.head_count")
+            name = file.metadata.get("general.architecture")
+            found = file.metadata.get(f"{name}.attention.head_count")
             file.close()
+            _check_gguf_architecture(name, path)
     except (ConfigError, GgufError) as error:
         raise CliError(f"--model: {error}", REFUSED) from None
     return found if isinstance(found, int) and found > 0 else None
@@ -112,6 +114,18 @@ def _check_architecture(names: object, path: Path) -> None:
     shown = f"; did you mean {' or '.join(alike)}?" if alike else ""
     raise CliError(
         f"--model: {path}: architecture {one_line(name)} is not supported{shown}; `sapwood docs models` lists those that are",
+        REFUSED,
+    )
+
+
+def _check_gguf_architecture(name: object, path: Path) -> None:
+    known = gguf_architectures()
+    if known is None or name in known:
+        return
+    shown = "(none)" if name is None else one_line(str(name))
+    raise CliError(
+        f"--model: {path}: general.architecture {shown} is not read from GGUF files; `sapwood docs models` lists those that are, "
+        "and further ones that are read from Hugging Face's files",
         REFUSED,
     )
 

@@ -171,19 +171,136 @@ async def test_an_edited_question_and_another_answer_are_branches_that_survive_a
         await page.hides(".turn")
         await page.click("#conversations .title")
         await page.shows(".turn.user .text", "a question")
-        await page.evaluate(
-            "HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href] }"
-        )
-        await page.click("#export")
-        await page.until("window.saved")
-        kept = json.loads(await page.evaluate("fetch(window.saved[1]).then((r) => r.text()).catch(() => '')") or "null")
-        assert (
-            kept is None or len(kept["conversations"][0]["turns"]) == 5
-        )  # the page's policy may forbid to read it back
+        (kept,) = json.loads(await exported(page))["conversations"]
+        assert len(kept["turns"]) == 5
         await page.click("#conversations li button:last-child")
         await page.hides(".turn")
         await page.hides("#conversations li")
-        assert [told for told in page.complaints() if "blob:" not in told] == []
+        assert page.complaints() == []
+
+
+async def give(page, files: dict[str, str]) -> None:
+    """Chooses files to import, as the browser's own window does; each by its name, with an expression of its text."""
+    parts = ", ".join(f"new File([{text}], {json.dumps(name)})" for name, text in files.items())
+    await page.evaluate(
+        f"(() => {{ const chosen = new DataTransfer(); [{parts}].forEach((file) => chosen.items.add(file));"
+        "const field = document.getElementById('import-file'); field.files = chosen.files;"
+        "field.dispatchEvent(new Event('change')) })()"
+    )
+
+
+async def exported(page) -> str:
+    """What "Export all" lets the browser save."""
+    await page.evaluate(
+        "(() => { const real = URL.createObjectURL; delete window.saved;"
+        "URL.createObjectURL = (blob) => { blob.text().then((text) => (window.saved = text)); return real.call(URL, blob) };"
+        "HTMLAnchorElement.prototype.click = () => {} })()"
+    )
+    await page.click("#export")
+    await page.until("window.saved")
+    return await page.evaluate("window.saved")
+
+
+async def test_exported_conversations_are_imported_as_they_were(make_cluster, browser) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        await page.click("#logprobs")
+        says(cluster, HOSTILE)
+        await ask(page, HOSTILE)
+        await page.shows(".turn.assistant .actions", "Retry")
+        says(cluster, "another")
+        await page.press_button(".turn.assistant", "Retry")
+        await page.shows(".turn.assistant .switch", "2 of 2")
+        await page.shows(".turn.assistant .actions", "Retry")
+        says(cluster, '<call weather>{"place": "Oslo"}</call>')
+        await page.click("#clear")
+        await page.write("#tools", json.dumps(TOOLS))
+        await ask(page, "a second talk")
+        await page.shows(".results button", "Send result")
+        before = await exported(page)
+        await give(page, {"all.json": json.dumps(before)})
+        await page.shows("#imported", "0 imported, 2 were here already")
+        for left in (1, 0):
+            await page.click("#conversations li button:last-child")
+            await page.until(f"document.querySelectorAll('#conversations li').length === {left}")
+        await give(page, {"all.json": json.dumps(before)})
+        await page.shows("#imported", "2 imported")
+        kept, again = json.loads(before)["conversations"], json.loads(await exported(page))["conversations"]
+        assert len(kept) == 2
+        assert kept[1]["turns"][1]["tokens"]
+        for one, other in zip(kept, again, strict=True):
+            assert {**one, "id": 0, "changed": 0} == {**other, "id": 0, "changed": 0}
+            assert one["id"] != other["id"]
+        await page.click("#conversations li:last-child .title")
+        await page.shows(".turn.assistant .text", "another")
+        await page.click(".turn.assistant .switch button")
+        assert HOSTILE in await page.text(".turn.assistant .text")
+        await give(page, {"one.json": json.dumps(json.dumps({**kept[1], "turns": kept[1]["turns"][:2], "last": 2}))})
+        await page.shows("#imported", "1 imported")  # one that was exported by itself
+        assert not await page.evaluate("'hurt' in window")
+        assert page.complaints() == []
+
+
+def turn(**settings) -> dict:
+    return {"number": 1, "parent": 0, "role": "user", "content": "", **settings}
+
+
+async def test_a_file_that_this_page_did_not_export_is_refused_by_its_name_and_nothing_of_it_is_kept(
+    make_cluster, browser, shoot
+) -> None:
+    pictures = ("https://elsewhere.example/x.png", "javascript:hurt = 1", "data:text/html;base64,PGI+")
+    wrong = {
+        "turns[0].role: expected user, assistant, tool": {"turns": [turn(role="system")]},
+        "turns[0].content: expected a text": {"turns": [turn(content={})]},
+        "turns[0].parent: expected 0 or an earlier": {"turns": [turn(parent=1)]},
+        "turns[0].number: expected one that no": {"turns": [turn(number=0)]},
+        "turns[1].number: expected one that no": {"turns": [turn(), turn()]},
+        "turns[0].tokens[0]: expected a list of 3": {"turns": [turn(tokens=[["a"]])]},
+        "turns[0].tool_calls[0].function: expected an object": {"turns": [turn(tool_calls=[{"id": "1"}])]},
+        "turns[0].usage.prompt_tokens: expected a whole": {"turns": [turn(usage={"prompt_tokens": "<b>"})]},
+        "turns[0]: expected an object": {"turns": ["hello"]},
+        "turns: expected a list": {"turns": {}},
+        "last: expected a turn's number": {"turns": [turn()], "last": 7},
+    }
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        await page.evaluate("document.getElementById('past').open = true")
+        fine = {"turns": [turn(content="fine")], "last": 1}
+
+        async def refused(said: str, files: dict[str, str]) -> None:
+            await give(page, files)
+            await page.shows("#import-error", said)
+
+        for said, conversation in wrong.items():
+            text = json.dumps({"conversations": [fine, {"last": 0, **conversation}]})
+            await refused(f"talk.json: conversations[1].{said}", {"talk.json": json.dumps(text)})
+        for url in pictures:
+            text = json.dumps({"last": 1, "turns": [turn(pictures=[{"name": "x", "url": url}])]})
+            said = "p.json: the conversation.turns[0].pictures[0].url: expected a picture as data:image"
+            await refused(said, {"p.json": json.dumps(text)})
+        await shoot(page, "import-refused")
+        await refused("a.html is not JSON", {"a.html": json.dumps(HOSTILE)})
+        await refused("other.json is no export of this page", {"other.json": "'[{\"mapping\": {}}]'"})
+        await refused("null.json is no export", {"null.json": "'null'"})
+        await refused("large.json has 65.0 MB, the most is 64.0 MB", {"large.json": "new Uint8Array(65 * 1024 * 1024)"})
+        many = json.dumps({"conversations": [{**fine, "turns": [turn(content=str(each))]} for each in range(501)]})
+        await refused("a browser keeps 500 conversations; here are 0", {"many.json": json.dumps(many)})
+        await refused("bad.json is not JSON", {"fine.json": json.dumps(json.dumps(fine)), "bad.json": "'{'"})
+        await page.hides("#conversations li")
+        assert not await page.evaluate("'hurt' in window")
+        hostile = {"id": "<b>", "title": HOSTILE, "last": 2, "turns": [turn(content=HOSTILE)]}
+        hostile["turns"].append(
+            turn(number=2, parent=1, role="assistant", content=HOSTILE, model=HOSTILE, extra=HOSTILE)
+        )
+        await give(page, {"hostile.json": json.dumps(json.dumps(hostile))})
+        await page.shows("#imported", "1 imported")
+        await page.hides("#import-error")
+        await page.click("#conversations .title")
+        assert HOSTILE in await page.text(".turn.assistant .text")
+        assert await page.evaluate("document.querySelectorAll('#log :is(script, img, a, iframe)').length") == 0
+        assert not await page.evaluate("'hurt' in window")
+        assert HOSTILE not in await page.evaluate("document.querySelector('#conversations li').dataset.id")
+        assert page.complaints() == []
 
 
 async def test_two_models_answer_side_by_side(make_cluster, browser, shoot) -> None:
@@ -225,8 +342,8 @@ async def test_pictures_and_texts_are_dropped_and_sent(make_cluster, browser, wa
         await page.until("document.querySelector('#attached img')?.naturalWidth === 40")  # the policy lets it be shown
         await shoot(page, "attached")
         await page.evaluate(
-            "window.sent = []; const f = fetch;"
-            "window.fetch = (...a) => (a[1]?.body && window.sent.push(JSON.parse(a[1].body)), f(...a))"
+            "(() => { window.sent = []; const real = fetch;"
+            "window.fetch = (...a) => (a[1]?.body && window.sent.push(JSON.parse(a[1].body)), real(...a)) })()"
         )
         says(cluster, "seen")
         await ask(page, "What is it?")
@@ -251,7 +368,7 @@ async def test_an_answers_tokens_are_shown_with_what_was_likely_instead(make_clu
         await page.press_button(".turn.assistant", "Tokens")
         await page.until("document.querySelectorAll('.tokens .token').length >= 3")
         await page.evaluate("document.querySelector('.tokens').focus()")
-        await page.press("ArrowRight", 39)
+        await page.press("ArrowRight")
         await page.shows("#token-tip .chosen", "a")
         assert await page.evaluate("document.querySelectorAll('#token-tip tr').length") == 5
         await shoot(page, "tokens")
@@ -326,7 +443,7 @@ async def test_no_answer_breaks_the_page_or_keeps_the_browser(make_cluster, brow
 async def test_an_answer_can_be_copied_also_where_the_browser_has_no_clipboard_for_pages(make_cluster, browser) -> None:
     async with make_cluster(1) as cluster:
         page = await browser.open(f"{cluster.url}/ui/")
-        await browser.send("Browser.grantPermissions", permissions=["clipboardReadWrite"], origin=cluster.url)
+        await browser.allow_clipboard(cluster.url)
         says(cluster, "some *text*")
         await ask(page, "something")
         await page.shows(".turn.assistant .actions", "Retry")
@@ -339,13 +456,32 @@ async def test_an_answer_can_be_copied_also_where_the_browser_has_no_clipboard_f
         await page.until("window.copied === 'something'")
 
 
+async def test_what_follows_a_failed_answer_stays_when_that_is_asked_for_again(make_cluster, browser) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        await page.write("#temperature", "-3")
+        await ask(page, "first")
+        await page.shows(".turn.assistant .error", "temperature: expected")
+        await page.write("#temperature", "")
+        says(cluster, "well")
+        await ask(page, "second")
+        await page.shows(".turn.assistant:last-child .text", "well")
+        await page.shows(".turn.assistant:last-child .actions", "Retry")
+        says(cluster, "later")
+        await page.press_button(".turn.assistant", "Retry")
+        await page.shows(".turn.assistant .text", "later")
+        await page.shows(".turn.assistant .switch", "2 of 2")
+        await page.click(".turn.assistant .switch button")
+        await page.shows(".turn.assistant:last-child .text", "well")
+
+
 async def test_stopping_ends_the_generation_and_retrying_begins_another(make_cluster, browser, wait_until) -> None:
     async with make_cluster(1) as cluster:
         page = await browser.open(f"{cluster.url}/ui/")
         says(cluster, "abcdefghijklmnop")
         script = cluster.workers[0].script
         script.gate, script.gate_after = asyncio.Event(), 5
-        for number, stop in enumerate((lambda: page.click("#stop"), lambda: page.press("Escape", 27))):
+        for number, stop in enumerate((lambda: page.click("#stop"), lambda: page.press("Escape"))):
             await ask(page, "go on and on")
             await page.shows(".turn.assistant:last-child .text", "abcde")
             await stop()
@@ -452,24 +588,22 @@ async def test_the_fleet_is_live_and_rests_in_a_hidden_tab(make_cluster, browser
         await page.phone()
         await shoot(page, "fleet-phone")
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        await page.send("Emulation.clearDeviceMetricsOverride")
+        await page.desktop()
         looks = "performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/fleet')).length"
         seen = await page.evaluate(looks)
         await page.until(f"{looks} > {seen}")
         other = await browser.open("about:blank#other")
-        await browser.send("Target.activateTarget", targetId=other.target)
+        await other.to_front()
         await page.until("document.hidden")
         await page.until("!performance.getEntriesByType('resource').some((e) => !e.responseEnd)")
         rested = await page.evaluate(looks)
         await page.evaluate("new Promise((done) => setTimeout(done, 2500))")  # two looks would have come
         assert await page.evaluate(looks) <= rested + 1
-        await browser.send("Target.activateTarget", targetId=page.target)
+        await page.to_front()
         await page.until(f"!document.hidden && {looks} > {rested}")
         assert page.complaints() == []
-        await page.send("Network.enable")
         for offline in (True, False):  # as if the router were gone, and came back
-            line = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-            await page.send("Network.emulateNetworkConditions", offline=offline, **line)
+            await page.offline(offline)
             await page.shows("#health", "the router does not answer" if offline else "1 of 2 workers up")
             assert await page.evaluate("document.getElementById('fleet').classList.contains('old')") == offline
 
@@ -603,7 +737,7 @@ async def test_a_key_is_asked_for_and_nothing_is_shown_without_one(make_cluster,
         await page.shows(".turn.assistant .text", "hello alice")  # this tab has the key,
         other = await browser.open(f"{cluster.url}/ui/")
         await other.shows("#key-form", "An API key, please")  # another has not
-        await browser.send("Target.activateTarget", targetId=page.target)
+        await page.to_front()
         await page.click("#forget-key")
         await page.shows("#key-form", "An API key, please")
         assert key not in json.dumps(await page.evaluate("({...sessionStorage})"))
@@ -628,7 +762,7 @@ async def test_all_of_it_can_be_reached_with_the_keyboard_and_has_a_name(make_cl
         seen = []
         await page.evaluate("document.activeElement.blur()")
         for _ in range(25):
-            await page.press("Tab", 9)
+            await page.press("Tab")
             seen.append(await page.evaluate("document.activeElement.id || document.activeElement.hash"))
         for reached in (
             "#chat",
@@ -647,8 +781,6 @@ async def test_all_of_it_can_be_reached_with_the_keyboard_and_has_a_name(make_cl
         for view in ("chat", "fleet", "route", "cache", "trace"):
             await page.evaluate(f"location.hash = '{view}'")
             await page.until(f"document.getElementById('{view}-view').checkVisibility()")
-            tree = await page.send("Accessibility.getFullAXTree")
-            roles = ("button", "textbox", "combobox", "checkbox", "link")
-            nodes = [node for node in tree["nodes"] if not node["ignored"] and node["role"]["value"] in roles]
-            assert nodes
-            assert [node["role"]["value"] for node in nodes if not node["name"]["value"].strip()] == []
+            controls, nameless = await page.nameless_controls()
+            assert controls
+            assert nameless == []

@@ -50,7 +50,7 @@ async def test_each_view_shows_a_real_model_at_work(browser, shoot) -> None:
         await page.press_button(".turn.assistant", "Tokens")
         await page.evaluate("document.querySelector('.tokens').focus()")
         for _ in range(4):
-            await page.press("ArrowRight", 39)
+            await page.press("ArrowRight")
         await page.shows("#token-tip", "%")
         await shoot(page, "ui-chat")
         await page.evaluate("location.hash = 'trace'")

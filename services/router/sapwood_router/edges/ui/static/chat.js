@@ -45,7 +45,11 @@ export class Chat {
     this.running = new Map(); // of each turn that is being answered, what stops it
     this.wide = new Set(); // the turns whose answers are shown side by side
     this.attachments = new Attachments();
-    this.list = new ConversationList({ open: (kept) => this.open(new Conversation(kept)), removed: (id) => id === this.conversation.id && this.clear() });
+    this.list = new ConversationList({
+      open: (kept) => this.open(new Conversation(kept)),
+      removed: (id) => id === this.conversation.id && this.clear(),
+      imported: async () => this.list.show(await all(), this.conversation.id),
+    });
     const before = here.get();
     this.open(new Conversation());
     this.before = before;

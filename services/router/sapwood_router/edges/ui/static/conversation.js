@@ -74,8 +74,9 @@ export class Conversation {
     this.last = end.number;
   }
 
-  /** Removes a turn that nothing follows. */
+  /** Removes a turn, unless others follow it. */
   drop(turn) {
+    if (this.turns.some(({ parent }) => parent === turn.number)) return;
     this.turns = this.turns.filter((each) => each !== turn);
     if (this.last === turn.number) this.last = turn.parent;
   }

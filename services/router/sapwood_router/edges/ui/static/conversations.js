@@ -1,7 +1,8 @@
-// The list of conversations: open, export, remove.
+// The list of conversations: open, export, import, remove.
 
-import { button, byId, el } from "./dom.js";
-import { all, remove } from "./store.js";
+import { button, byId, el, setText, showError } from "./dom.js";
+import { fingerprint, readConversations } from "./import.js";
+import { MOST, all, keep, remove } from "./store.js";
 
 /** Lets the browser save a JSON file. */
 function save(name, value) {
@@ -12,10 +13,16 @@ function save(name, value) {
 }
 
 export class ConversationList {
-  /** `actions`: `open(kept)` and `removed(id)`. */
+  /** `actions`: `open(kept)`, `removed(id)` and `imported()`. */
   constructor(actions) {
     this.actions = actions;
     byId("export").addEventListener("click", async () => save("sapwood-conversations.json", { conversations: (await all()).map(({ owner, ...each }) => each) }));
+    byId("import").addEventListener("click", () => byId("import-file").click());
+    byId("import-file").addEventListener("change", async (event) => {
+      const files = [...event.target.files];
+      event.target.value = "";
+      await this.take(files);
+    });
     byId("past").open = matchMedia("(min-width: 75.01rem)").matches;
   }
 
@@ -23,6 +30,27 @@ export class ConversationList {
     byId("export").hidden = kept.length === 0;
     byId("conversations").replaceChildren(...kept.map((each) => this.item(each)));
     this.mark(now);
+  }
+
+  /** Adds the conversations of files: of all of them, or of none where one is no such file. */
+  async take(files) {
+    showError(byId("import-error"), null);
+    setText(byId("imported"), "");
+    try {
+      const read = (await Promise.all(files.map(readConversations))).flat().filter(({ turns }) => turns.length);
+      const here = await all();
+      const known = new Set(here.map(fingerprint));
+      const others = read.filter((each) => !known.has(fingerprint(each)));
+      if (here.length + others.length > MOST) throw new Error(`a browser keeps ${MOST} conversations; here are ${here.length}, and the files have ${others.length} others`);
+      for (const conversation of others.reverse()) {
+        if (!(await keep(conversation.toJSON()))) throw new Error("this browser keeps no conversations, or has no room for more");
+      }
+      const alike = read.length - others.length;
+      setText(byId("imported"), [`${others.length} imported`, alike ? `${alike} were here already` : ""].filter(Boolean).join(", "));
+    } catch (error) {
+      showError(byId("import-error"), error);
+    }
+    this.actions.imported();
   }
 
   item({ owner, ...conversation }) {

@@ -5,7 +5,7 @@ import { getKey } from "./api.js";
 const NAME = "sapwood";
 const KIND = "conversations";
 const NOW = "sapwood-now"; // in the tab: which conversation it shows
-const MOST = 500; // conversations; the oldest go
+export const MOST = 500; // conversations; the oldest go
 
 /** A fingerprint of the key, too short to find the key by; empty without one. */
 function owner() {

@@ -1,0 +1,1 @@
+"""Headless browsers, driven by the tests of the router's page."""

@@ -147,8 +147,9 @@ class QwenAttention(nn.Module):
         self.qkv, self.proj, self._heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(-1, (3, self._heads, -1)).unbind(1)
-        result: Tensor = self.proj(attend(turn(query, *angles), turn(key, *angles), value, lengths))
+        every = self.qkv(x).unflatten(-1, (3, self._heads, -1))
+        query, key = turn(every[:, :2].flatten(1, 2), *angles).unflatten(1, (2, self._heads)).unbind(1)
+        result: Tensor = self.proj(attend(query, key, every[:, 2], lengths))
         return result
 
 
@@ -321,13 +322,15 @@ class Qwen2Vision(QwenVision):
 
 
 def _windows(rows: int, columns: int, window: int, merged: int) -> tuple[IntArray, list[int]]:
-    """The order of tokens by windows of ``window`` x ``window``, and how many patches each window has."""
+    """The order of tokens by windows of ``window`` x ``window``, and how many patches each window has. Windows at the edges
+    are smaller and come first: windows of one size side by side are computed together."""
     tokens = np.arange(rows * columns).reshape(rows, columns)
     parts = [
         tokens[row : row + window, column : column + window].ravel()
         for row in range(0, rows, window)
         for column in range(0, columns, window)
     ]
+    parts.sort(key=len)
     return np.concatenate(parts), [len(part) * merged for part in parts]
 
 

@@ -355,4 +355,4 @@ def test_requests_of_different_namespaces_share_nothing() -> None:
         driver.add(name, [1] * 17, namespace=namespace)
         driver.run()
     load = driver.scheduler.load()
-    assert (load.prompt_tokens, load.cached_tokens, load.used_pages) == (51, 16, 8)
+    assert (load.prompt_tokens, load.cached_tokens, load.used_pages) == (51, 16, 10)

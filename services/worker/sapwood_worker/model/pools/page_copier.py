@@ -32,7 +32,7 @@ class PageCopier:
         self._pools[0] += [each.view(pool.num_pages, -1) for each in others]
         # For each group: the words of a page, and the addresses of the pools whose pages have so many.
         self._addresses: list[dict[int, Tensor]] = []
-        if ops.asynchronous:
+        if pool.device.type == "cuda":
             from sapwood_kernels import triton_page_copy  # only CUDA builds of torch have triton
 
             self._copy_pages = triton_page_copy.copy_pages

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import urllib.request
+from http.client import HTTPException
 
 _BUCKET = re.compile(
     rb'^sapwood_router_time_to_first_token_seconds_bucket\{[^\n]*le="([^"]+)"[^\n]*\}[ ]+([0-9.eE+]+)', re.MULTILINE
 )
-_MOST_BYTES = 16 * 1024 * 1024
+_MOST_BYTES, _READ_BYTES = 16 * 1024 * 1024, 64 * 1024
+_SECONDS = 10.0
+"""For the whole page."""
 
 
 class FirstTokens:
@@ -29,14 +33,28 @@ class FirstTokens:
         """The share that came in time since the last call; None: there were none, or it is the first call. Blocks.
 
         Raises:
-            OSError: There is no page.
+            OSError: There is no page, or no whole one, or none of metrics.
         """
-        with urllib.request.urlopen(self._url, timeout=10) as answer:
-            counts = count(answer.read(_MOST_BYTES), self._late)
+        try:
+            counts = count(self._page(), self._late)
+        except (HTTPException, ValueError) as error:
+            raise OSError(f"{self._url}: {type(error).__name__}: {error}") from error
         before, self._before = self._before, counts
         if before is None or counts[1] <= before[1]:  # nothing came, or the router began again
             return None
         return max(0.0, counts[0] - before[0]) / (counts[1] - before[1])
+
+    def _page(self) -> bytes:
+        page, ends = bytearray(), time.monotonic() + _SECONDS
+        with urllib.request.urlopen(self._url, timeout=_SECONDS) as answer:
+            while more := answer.read1(_READ_BYTES):
+                page += more
+                if time.monotonic() > ends or len(page) > _MOST_BYTES:
+                    raise TimeoutError(f"{self._url}: the page does not end")
+        missing = getattr(answer, "length", None)  # of what its head promises
+        if missing:
+            raise OSError(f"{self._url}: the page is cut: {missing} bytes are missing")
+        return bytes(page)
 
 
 def count(page: bytes, late: float) -> tuple[float, float]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +24,7 @@ from kubernetes import client
 
 from sapwood.cli.errors import CliError
 from sapwood.cli.main import main
+from sapwood.cli.scale import objective
 from sapwood.cli.scale.drivers import KubernetesDriver
 from sapwood.cli.scale.objective import FirstTokens, count
 from sapwood.cli.scaler import requests_of
@@ -241,3 +245,55 @@ async def test_workers_start_under_load_and_end_after_it_without_a_lost_request(
             assert scaler.wait(timeout=60) == 0
             reader.join(timeout=10)
             assert sum(" starts" in line for line in said) == sum(" ends" in line for line in said) >= 2, said
+
+
+BUCKETS = b'sapwood_router_time_to_first_token_seconds_bucket{model="m",le="1.0"} '
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + BUCKETS + b"3\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n100\r\n" + BUCKETS,
+        b"HTTP/1.1 200 OK\r\n\r\n" + BUCKETS + b"eee\n",
+        b"HTTP/1.1 200 OK\r\n\r\n" + BUCKETS.replace(b"1.0", b"x") + b"3\n",
+        b"no HTTP at all\r\n\r\n",
+        b"HTTP/1.1 503 Service Unavailable\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"",
+    ],
+    ids=["cut", "cut chunk", "no number", "no bound", "no HTTP", "503", "headers", "nothing"],
+)
+def test_a_page_that_is_broken_is_a_missed_look_and_not_the_scalers_end(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(OSError):
+            FirstTokens(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics", 1.0).in_time()
+        thread.join()
+
+
+def test_a_page_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective, "_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                while True:
+                    connection.sendall(b"#\n")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(OSError, match="does not end"):
+            FirstTokens(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics", 1.0).in_time()
+        thread.join()

@@ -35,7 +35,7 @@ MUTATIONS = [
     # A row takes no token from a page that differs from its own.
     Mutation("core/cache/prefix.py", "return row.copied", "return row.copied + 1"),
     # The page is copied in each window, too.
-    Mutation("core/cache/prefix.py", "                if window.reach:\n", "                if False:\n"),
+    Mutation("core/cache/prefix.py", "            if window.reach:\n", "            if False:\n"),
     # Of the page that a row writes only what is computed may be shared.
     Mutation(
         "core/cache/prefix.py",

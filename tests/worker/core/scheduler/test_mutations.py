@@ -9,7 +9,7 @@ import pytest
 from sapwood_testing.mutations import Mutation, check_noticed, simulate
 
 SIMULATION = Path(__file__).with_name("test_simulation.py")
-MOST_STEPS = 50_000
+MOST_STEPS = 80_000
 """A part of the default run; each mutation is noticed within it."""
 
 MUTATIONS = [

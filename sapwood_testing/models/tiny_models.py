@@ -208,17 +208,18 @@ def make_tiny(name: str, folder: Path, **others: Any) -> Tiny:
 def _norm_by_group(model: Any) -> None:
     """Norms the groups of Mamba 2's heads each by itself: some versions of transformers (5.17) norm all together, which no
     checkpoint was trained with."""
-    groups = getattr(model.config, "mamba_n_groups", None) or getattr(model.config, "n_groups", None)
+    groups: int = getattr(model.config, "mamba_n_groups", None) or getattr(model.config, "n_groups", None) or 1
 
     def forward(norm: Any, hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         gated = hidden.float() * torch.nn.functional.silu(gate.float())
-        parts = gated.unflatten(-1, (groups, -1))
+        parts = gated.view(*gated.shape[:-1], groups, -1)
         parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + norm.variance_epsilon)
-        return norm.weight * parts.flatten(-2)
+        normed: torch.Tensor = norm.weight * parts.flatten(-2)
+        return normed
 
     for module in model.modules():
         together = type(module).__name__ in _NORMS_OF_ALL_GROUPS and not hasattr(module, "group_size")
-        if groups is not None and together:
+        if together:
             module.forward = partial(forward, module)
 
 

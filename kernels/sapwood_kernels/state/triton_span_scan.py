@@ -116,8 +116,21 @@ class Tile:
 
 TILE = Tile(32, 4, 2)
 """What is used where nothing was measured."""
-TILES: dict[tuple[bool, int, int], Tile] = {}
-"""Whether it is the delta rule, keys, values -> the tile that bench_state_kernels.py found the fastest on an H200."""
+TILES: dict[tuple[bool, int, int], tuple[Tile, Tile]] = {
+    (True, 128, 128): (Tile(32, 4, 3), Tile(64, 4, 2)),
+    (False, 128, 64): (Tile(64, 4, 3), Tile(64, 4, 2)),
+    (False, 128, 128): (Tile(64, 4, 3), Tile(64, 4, 2)),
+}
+"""Whether it is the delta rule, keys, values -> the tiles that bench_state_kernels.py found the fastest on an H200: where
+programs are at most :data:`WAVE`, and where they are more."""
+WAVE = 132
+"""Multiprocessors of an H200."""
+
+
+def tile_of(delta: bool, keys: int, values: int, states: int) -> Tile:
+    """How the work of so many heads of spans is cut."""
+    few, many = TILES.get((delta, keys, values), (TILE, TILE))
+    return few if states * triton.cdiv(values, few.values) <= WAVE else many
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +176,7 @@ def scan(
     """
     heads, values = v.shape[1:]
     groups, keys = k.shape[1:]
-    tile = tile or TILES.get((delta is not None, keys, values), TILE)
+    tile = tile or tile_of(delta is not None, keys, values, heads * len(spans.spans))
     block = max(16, min(tile.values, triton.next_power_of_2(values)))
     key_stride, value_stride = (values, 1) if key_major else (1, keys)
     k_factors = step if delta is None else delta.k_factors

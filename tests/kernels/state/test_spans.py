@@ -173,6 +173,18 @@ def test_no_tile_changes_a_state_space(tile):
     space(CASES[3], DTYPES[-1], 2, 1, 32, 64, True, scanning.Tile(*tile))
 
 
+def test_one_prompt_is_cut_otherwise_than_many():
+    one, many = (scanning.tile_of(False, 128, 64, 128 * spans) for spans in (1, 8))
+    assert (one.stages, many.stages) == (3, 2)
+    assert scanning.tile_of(False, 96, 64, 128) == scanning.TILE, "nothing was measured"
+
+
+@pytest.mark.parametrize("stages", [0, 1])
+def test_a_tile_of_one_stage_is_refused(stages):
+    with pytest.raises(AssertionError):
+        scanning.Tile(32, 4, stages)
+
+
 def delta(
     prompts: Prompts, dtype: torch.dtype, key_heads: int, shared: int, keys: int, values: int, alike: bool = False
 ):

@@ -26,7 +26,8 @@ class Spans:
     """The tables of a step, on the device.
 
     Attributes:
-        spans: int32 [S, 4]: the request's slot, the first token's number in the step, the first piece, the piece behind the last.
+        spans: int32 [S, 5]: the request's slot, the first token's number in the step, the first piece, the piece behind the last,
+            the first chunk.
         pieces: int32 [P, 2]: the token behind it, and the slot that the state is written to then.
         chunks: int32 [N, 3]: the first token, the token behind the last, and the span.
     """
@@ -59,14 +60,14 @@ def tables(
     pieces: list[tuple[int, ...]] = []
     chunks: list[tuple[int, ...]] = []
     for span, (first, count, slot) in enumerate(zip(firsts.tolist(), counts.tolist(), slots.tolist(), strict=True)):
-        spans.append((slot, first, len(pieces), len(pieces) + len(cuts[span]) + 1))
+        spans.append((slot, first, len(pieces), len(pieces) + len(cuts[span]) + 1, len(chunks)))
         begin = first
         for after, target in (*sorted(cuts[span]), (count, slot)):
             end = first + after
             pieces.append((end, target))
             chunks += [(at, min(at + CHUNK, end), span) for at in range(begin, end, CHUNK)]
             begin = end
-    sizes = [4 * len(spans), 2 * len(pieces), 3 * len(chunks)]
+    sizes = [5 * len(spans), 2 * len(pieces), 3 * len(chunks)]
     flat = np.concatenate([np.array(each, np.int32).ravel() for each in (spans, pieces, chunks)])
     on_device = torch.split(to_device(flat), sizes)  # one copy
-    return Spans(on_device[0].view(-1, 4), on_device[1].view(-1, 2), on_device[2].view(-1, 3))
+    return Spans(on_device[0].view(-1, 5), on_device[1].view(-1, 2), on_device[2].view(-1, 3))

@@ -9,7 +9,7 @@ from torch import Tensor
 from sapwood_kernels.state.contracts import DeltaShape, DeltaWeights, Slots, SpaceShape
 from sapwood_kernels.state.spans import Spans
 from sapwood_kernels.state.triton_gated_norm import gated_norm
-from sapwood_kernels.state.triton_span_convolution import convolve
+from sapwood_kernels.state.triton_span_convolution import Heads, convolve
 from sapwood_kernels.state.triton_span_inverse import inverses
 from sapwood_kernels.state.triton_span_scan import Delta, scan
 from sapwood_kernels.state.triton_span_selective import selective_scan
@@ -31,17 +31,18 @@ class TritonPrompts:
         spans, channels = self._begin(slots), len(weights.convolution)
         heads, shared, keys, values = shape.heads, shape.shared, shape.key_dim, shape.value_dim
         if shape.joined:
-            sizes = [keys, keys, shared * values, shared * values]
-            q, k, v, gate = torch.split(inputs.view(len(inputs), heads, -1), sizes, 2)
-            mixed, gate = torch.cat([each.flatten(1) for each in (q, k, v)], 1), gate.flatten(1)
+            width = 2 * (keys + shared * values)
+            gate = inputs.view(len(inputs), heads, width)[:, :, 2 * keys + shared * values :]
+            mixed, lying = inputs, Heads(heads, keys, shared * values, width)
             strength, step = (each.flatten(1) for each in factors.view(len(inputs), heads, -1).chunk(2, 2))
         else:
+            lying = None
             mixed, gate = torch.split(inputs, [channels, heads * shared * values], 1)
             strength, step = factors.chunk(2, 1)
         beta = strength.float().sigmoid()
         decay = -weights.decay.exp() * F.softplus(step.float() + weights.bias)
         convolved = torch.empty(len(inputs), channels, dtype=inputs.dtype, device=inputs.device)
-        convolve(mixed, slots.states, spans, weights.convolution, None, convolved, silu=True)
+        convolve(mixed, slots.states, spans, weights.convolution, None, convolved, silu=True, heads=lying)
         precision = _precision(inputs)
         solved = Delta(*inverses(convolved, decay, beta, spans, heads, keys, precision))
         q, k, v = torch.split(convolved, [heads * keys, heads * keys, heads * shared * values], 1)

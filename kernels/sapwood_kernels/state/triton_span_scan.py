@@ -33,7 +33,7 @@ def _scan_kernel(
     CHUNK: tl.constexpr, Q_FACTORS: tl.constexpr, K_FACTORS: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    table = spans + 4 * tl.program_id(2)
+    table = spans + 5 * tl.program_id(2)
     slot, begin, piece, last = tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
     head = tl.program_id(1)
     key_head = head // SHARED

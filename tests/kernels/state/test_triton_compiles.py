@@ -74,8 +74,9 @@ for pdl in (False, True):
     for out, count, groups, weights in (("bf16", 8192, 1, 1), ("bf16", 1024, 8, 8), ("bf16", 128, 32, 1)):
         check(
             triton_gated_norm._gated_norm_kernel,
-            f"x:*fp32 gate:*bf16 weight:*fp32 out:*{out} eps:fp32 x_stride:i32 gate_stride:i32", max(count // 512, 1), N=count,
-            GROUPS=groups, WEIGHTS=weights, NORM=True, GATE_FIRST=groups > 1, SIGMOID=False, BLOCK=count, PDL=pdl,
+            f"x:*fp32 gate:*bf16 weight:*fp32 out:*{out} eps:fp32 x_stride:i32 gate_stride:i32 gate_part:i32",
+            max(count, 2048) // 512, N=count, GROUPS=groups, PER=groups, WEIGHTS=weights, NORM=True, GATE_FIRST=groups > 1,
+            SIGMOID=False, BLOCK_G=max(2048 // count, 1), BLOCK=count, PDL=pdl,
         )
 """
 

@@ -148,7 +148,7 @@ class QwenAttention(nn.Module):
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
         every = self.qkv(x).unflatten(-1, (3, self._heads, -1))
-        query, key = turn(every[:, :2].flatten(1, 2), *angles).unflatten(1, (2, self._heads)).unbind(1)
+        query, key = turn(every[:, :2].flatten(1, 2), *angles).view(len(x), 2, self._heads, -1).unbind(1)
         result: Tensor = self.proj(attend(query, key, every[:, 2], lengths))
         return result
 

@@ -49,7 +49,6 @@ REFUSED = [
     (ROUTER, "--max-sessions leases=0,lease_ttl=9", "--max-sessions.lease-ttl", None),
     (ROUTER, "--retry-attempts 1,budget=0.5", "--retry-attempts.budget", None),
     (WORKER, "--deterministic --attention-backend torch", "--attention-backend", None),
-    (WORKER, "--deterministic --shared-prefix-attention off", "--shared-prefix-attention", None),
     (WORKER, "--no-prefix-cache --host-cache 1", "--host-cache", None),
     (WORKER, "--no-prefix-cache --host-cache ratio=1", "--host-cache", None),
     (WORKER, f"--no-prefix-cache {TIER} --storage file:///x", "--host-cache --storage", None),
@@ -151,7 +150,6 @@ OF_BERT = [
         "--kernels tuning=0",
         "--attention-backend torch",
         "--speculate prefix",
-        "--shared-prefix-attention off",
         "--deterministic",
     ),
     *(

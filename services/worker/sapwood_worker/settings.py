@@ -288,7 +288,7 @@ NEEDS = (
         "without {prefix_cache}: it goes by what is cached",
     ),
     Needs(
-        ("attention_backend", "shared_prefix_attention"),
+        ("attention_backend",),
         lambda config: not config.deterministic,
         "with {deterministic}, which has its own attention",
     ),
@@ -440,12 +440,6 @@ class ModelSettings(ServiceConfig):
         description="Compute each request the same to the bit, whatever runs beside it: tokens and log probabilities do not "
         "depend on the batch, on hits of the prefix cache or on how prompts are cut. For models without experts, latent "
         "attention or states, with weights in 16 bits or in float32 on a CPU, by one rank; anything else is refused by name.",
-    )
-    shared_prefix_attention: Literal["auto", "off"] = Field(
-        "auto",
-        description="Whether requests whose prompts begin alike read the shared pages of the KV cache once for all of them: auto "
-        "does so where it spares the reading of 8192 tokens or more in a step (prompts of latent attention by triton always "
-        "share their keys); off never does.",
     )
     tensor_parallel: int = Field(
         1,

@@ -36,7 +36,7 @@ def test_parts_are_found_by_what_a_tensor_holds_for_them():
     assert part("qweight", [8, 512]) == (1, Span(256, 128, 512))  # of GPTQ: inputs are packed
     assert part("qweight", [64, 64], "v_proj") == (1, Span(48, 16, 64))  # of AWQ: outputs are
     assert Place(Path("x"), "stored").part([7, 7]) is None
-    with pytest.raises(ConfigError, match=r"x: tensor a.qkv.weight has shape \[500, 64\].* of 512 rows"):
+    with pytest.raises(ConfigError, match=r"x: tensor a.qkv.weight has shape \[500, 64\].* the 512 rows"):
         part("weight", [500, 64])
     with pytest.raises(ConfigError, match=r"qkv.weight has shape \[16384, 1\]"):  # of bitsandbytes: flattened
         part("weight", [16384, 1])

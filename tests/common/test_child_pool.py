@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,28 @@ async def test_killed_processes_leave_no_zombies(make_pool: MakePool) -> None:
     children = Path(f"/proc/{server}/task/{server}/children")
     while len(children.read_text().split()) > 1:  # noqa: ASYNC240 - a file of the kernel
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("question", [b"pid", b"sleep", b"spin"])
+async def test_a_closed_pool_has_waited_for_all_its_processes(question: bytes) -> None:
+    pool = ChildPool("sapwood_testing.child_target", b"set", PoolLimits(size=2, slice_seconds=0.02), "too many")
+    server = int(await pool.ask(b"parent"))
+    under_way = [asyncio.create_task(pool.ask(question, str(caller))) for caller in range(4)]  # running and paused ones
+    await asyncio.sleep(0.1)
+    pids = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]  # noqa: ASYNC240
+    with _adopting_orphans():
+        await pool.close()
+        assert pids and not any(Path(f"/proc/{pid}").exists() for pid in [server, *pids])  # noqa: ASYNC240
+    await asyncio.gather(*under_way, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Meanwhile, processes whose parent has ended are this one's children, which does not wait for them."""
+    libc, set_child_subreaper = ctypes.CDLL(None), 36  # linux/prctl.h
+    assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+    yield
+    libc.prctl(set_child_subreaper, 0, 0, 0, 0)
 
 
 async def test_a_caller_that_gives_up_one_question_keeps_its_places(make_pool: MakePool) -> None:

@@ -17,7 +17,8 @@ there is room. Choosing a turn is O(callers that wait and paused questions of on
 
 Invariants: ``_free`` places + tickets with a place = ``size``; a ticket has a place, or is in a queue of its line, or has just
 been given up; a process is idle, or belongs to one ticket. The fork server waits for a dead process only once its parent has
-said so, hence no signal reaches another process that has got the number.
+said so, hence no signal reaches another process that has got the number. Once its socket is closed it kills the rest, waits for
+all and ends: no process is left to the system's first one, which in a container may wait for none.
 
 Messages. ``main`` of the module calls :func:`serve_parent`. The fork server's standard input is a socket. Its parent sends one
 byte and a number of 8 bytes: ``s`` (with a file that holds the settings), ``f`` (with a socket: fork a process that answers on
@@ -58,6 +59,8 @@ _START_SECONDS = 60.0
 _LOW_PRIORITY = 10
 _REAP_SECONDS = 0.05
 """Between two looks whether killed processes have ended."""
+_LEAVE_SECONDS = 2.0
+"""What a fork server may take over its end, before it is killed."""
 _MOST_SLICES = 4
 """Slices after which a question is paused for others although it had little of the CPU."""
 
@@ -136,9 +139,17 @@ class _ForkServer:
         self._died()
         self._process.kill()
 
-    def wait(self) -> None:
-        """Returns once it is gone."""
-        self._process.wait()
+    def leave(self) -> None:
+        """Closes the socket: it then kills what it has forked, waits for that, and goes. Does not wait."""
+        self._died()
+
+    def wait(self, seconds: float = 0.0) -> None:
+        """Returns once it is gone. Kills it if it is still there after a time."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _tell(self, kind: bytes, number: int, *files: int) -> None:
         if self.is_dead:
@@ -466,8 +477,8 @@ class ChildPool:
             child.end()
         self._idle.clear()
         if self._server is not None:
-            self._server.end()
-            self._server.wait()
+            self._server.leave()
+            await asyncio.to_thread(self._server.wait, _LEAVE_SECONDS)
 
     def _line_of(self, caller: str) -> _Line:
         line = self._lines.get(caller)
@@ -659,16 +670,21 @@ def serve_parent(make: Callable[[bytes], tuple[bytes, Answer]], stack_bytes: int
     del settings
     gc.collect()
     gc.freeze()  # what all processes share stays shared
-    parent.sendall(_frame(greeting))
-    killed: set[int] = set()
+    _tell_parent(parent, greeting)
+    running, killed = set[int](), set[int]()
     while True:
         if killed and not select.select((parent,), (), (), _REAP_SECONDS)[0]:
             killed = _not_ended(killed)
             continue
         kind, number, files = _message(parent)
         if not kind:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            for pid in running | killed:
+                os.waitpid(pid, 0)
             return 0
         if kind == b"r":
+            running.remove(number)
             killed = _not_ended(killed | {number})
             continue
         asked = socket.socket(fileno=files[0])
@@ -676,18 +692,26 @@ def serve_parent(make: Callable[[bytes], tuple[bytes, Answer]], stack_bytes: int
         if not pid:
             parent.close()
             _serve_questions(asked, answer, memory, cpu_seconds, stack_bytes)
+        running.add(pid)
         asked.close()
-        parent.sendall(_frame(pid.to_bytes(8, "big")))
+        _tell_parent(parent, pid.to_bytes(8, "big"))
+
+
+def _tell_parent(parent: socket.socket, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # it has gone, which the next message shows
+        parent.sendall(_frame(content))
 
 
 def _message(parent: socket.socket) -> tuple[bytes, int, list[int]]:
     """The next message of the parent; the first byte is empty if it has gone."""
-    data, files, _, _ = socket.recv_fds(parent, 9, 1)
-    while data and len(data) < 9:
-        more = parent.recv(9 - len(data))
-        if not more:
-            return b"", 0, []
-        data += more
+    data, files = b"", list[int]()
+    with contextlib.suppress(OSError):  # closed with something unread: as any end
+        data, files, _, _ = socket.recv_fds(parent, 9, 1)
+        while data and len(data) < 9:
+            more = parent.recv(9 - len(data))
+            if not more:
+                return b"", 0, []
+            data += more
     return data[:1], int.from_bytes(data[1:], "big"), files
 
 

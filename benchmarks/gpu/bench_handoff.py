@@ -108,12 +108,12 @@ class Pair:
     def ask(self, prompt: Sequence[int]) -> tuple[Answer, Answer]:
         """An answer of both."""
         began = time.monotonic()
-        told: list[worker_pb2.HandoffTicket] = []
+        sent_tickets: list[worker_pb2.HandoffTicket] = []
 
         def tell(ticket: worker_pb2.HandoffTicket) -> None:
             ticket.source = "127.0.0.1" + ticket.source
-            pages = worker_pb2.HandoffAnnouncement(ticket=ticket, token_ids=() if told else prompt)
-            told.append(ticket)
+            pages = worker_pb2.HandoffAnnouncement(ticket=ticket, token_ids=() if sent_tickets else prompt)
+            sent_tickets.append(ticket)
             self._said.put(worker_pb2.SessionRequest(announced_handoffs=[pages]))
 
         one = ask(self.prefill, prompt, tell, hand_off=True)
@@ -268,7 +268,7 @@ def measure(
                 time.sleep(_REST_SECONDS)
                 cached.append(ask(other, [*prompt, *pairs[-1][0].tokens], output_tokens=1).first)
                 time.sleep(_REST_SECONDS)
-            pulled, told = counters.since(), stages.take()
+            pulled, stage_seconds = counters.since(), stages.take()
             again = [ask(one, prompt).tokens for prompt in prompts]  # of the very pages that were handed over
             answers = [[*first.tokens, *rest.tokens] for first, rest in pairs]
             between = median(each.second - each.first for each in beside)
@@ -294,7 +294,7 @@ def measure(
                     one, other, prompts[-1], pulled["kv_transfer_bytes"] // pulled["kv_transfer_pages"]
                 ),
                 **pulled,
-                "stages": told,
+                "stages": stage_seconds,
             }
 
 

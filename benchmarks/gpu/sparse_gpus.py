@@ -134,14 +134,14 @@ class Machine:
         while self._queue or running:
             if self._queue and len(running) < 2:
                 job = self._queue.popleft()
-                told = " ".join([Path(job[0]).name, *job[1:]])
+                shown = " ".join([Path(job[0]).name, *job[1:]])
                 if time.monotonic() - self.began > self.arguments.budget:
-                    self.say(f"left out: {told}")
+                    self.say(f"left out: {shown}")
                     continue
-                self.say(f"on {','.join(gpus)}: {told}")
-                running.append((told, time.monotonic(), self._start(job, gpus, lock)))
+                self.say(f"on {','.join(gpus)}: {shown}")
+                running.append((shown, time.monotonic(), self._start(job, gpus, lock)))
                 continue
-            told, started, process = running.popleft()
+            shown, started, process = running.popleft()
             try:
                 code = process.wait(max(1.0, started + self.arguments.limit * 2 - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -152,7 +152,7 @@ class Machine:
             _end(process, signal.SIGKILL)  # ranks that are left
             if code:
                 self.failed += 1
-                self.say(f"FAILED with {code}, see {self.errors.name}: {told}")
+                self.say(f"FAILED with {code}, see {self.errors.name}: {shown}")
 
     def _start(self, job: list[str], gpus: Sequence[str], lock: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, *job]

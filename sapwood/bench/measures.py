@@ -123,14 +123,14 @@ def measure(run: Run, slo: Slo | None = None, *, expects_json: bool = False) -> 
     sent = [record for record in run.records if record.sent]
     done = [record for record in sent if not record.error]
     failed = [record for record in sent if record.error and record.error != INTERRUPTED]
-    told = [record for record in done if record.completion_tokens is not None]
+    with_usage = [record for record in done if record.completion_tokens is not None]
     seconds = max((record.ended for record in sent), default=0.0) - min((record.sent for record in sent), default=0.0)
     ttft = Spread.of(record.ttft for record in done if record.ttft is not None)
     itl = Spread.of(gap for record in done for gap in record.gaps)
     dispatch = Spread.of(record.sent - record.due for record in sent) if run.open_loop else None
     loop = Spread.of(run.lag.lateness)
-    without_usage = len(done) - len(told)
-    cached = [record.cached_tokens for record in told if record.cached_tokens is not None]
+    without_usage = len(done) - len(with_usage)
+    cached = [record.cached_tokens for record in with_usage if record.cached_tokens is not None]
     invalid = sum(not _is_json(record.text) for record in done) if expects_json else None
     return Measures(
         seconds=seconds,
@@ -142,9 +142,9 @@ def measure(run: Run, slo: Slo | None = None, *, expects_json: bool = False) -> 
         itl=itl,
         tpot=Spread.of(record.tpot for record in done if record.tpot is not None),
         e2e=Spread.of(record.e2e for record in done),
-        input_tokens=sum(record.prompt_tokens or 0 for record in told),
+        input_tokens=sum(record.prompt_tokens or 0 for record in with_usage),
         cached_tokens=sum(cached) if cached else None,
-        output_tokens=sum(record.completion_tokens or 0 for record in told),
+        output_tokens=sum(record.completion_tokens or 0 for record in with_usage),
         pieces=sum(len(record.arrivals) for record in done),
         without_usage=without_usage,
         good=None if slo is None else sum(slo.is_kept_by(record) for record in done),

@@ -31,9 +31,9 @@ def write_page(result: Result, path: Path) -> None:
 
 def render(result: Result, svg: str) -> str:
     """The page, with the picture."""
-    told = to_json(result)
+    figures = to_json(result)
     title = f"{result.model}: benchmark"
-    where = f"{told['target']}, {told['api']}, {told['dataset']}, seed {told['seed']}, {told['written']}"
+    where = f"{figures['target']}, {figures['api']}, {figures['dataset']}, seed {figures['seed']}, {figures['written']}"
     parts = [
         f"<h1>{escape(title)}</h1><p class=where>{escape(where)}</p>",
         "<p>Interrupted before its end.</p>" if result.interrupted else "",
@@ -57,7 +57,7 @@ def render(result: Result, svg: str) -> str:
         requests = f"{found.measures.requests} requests in {found.measures.seconds:.1f} s"
         parts.append(f"<h2>{escape(str(found.level))}: {requests}</h2>{_table(head, rows)}<dl>{terms}</dl>")
     parts.append(
-        f"<details><summary>All figures as JSON</summary><pre>{escape(json.dumps(told, indent=1))}</pre></details>"
+        f"<details><summary>All figures as JSON</summary><pre>{escape(json.dumps(figures, indent=1))}</pre></details>"
     )
     return (
         f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>"

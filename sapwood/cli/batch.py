@@ -109,8 +109,8 @@ def _wait_and_fetch(arguments: argparse.Namespace, batch_id: str) -> int:
     while (batch := _ask(arguments, "GET", f"/v1/batches/{batch_id}"))["status"] in _OPEN:
         time.sleep(_LOOK_SECONDS)
     counts = batch["request_counts"]
-    told = f"{batch['status']}: {counts['completed']} of {counts['total']} lines answered, {counts['failed']} failed"
-    print(told, file=sys.stderr)
+    summary = f"{batch['status']}: {counts['completed']} of {counts['total']} lines answered, {counts['failed']} failed"
+    print(summary, file=sys.stderr)
     for problem in (batch.get("errors") or {"data": []})["data"]:
         print(harmless(f"line {problem['line']}: {problem['message']}"), file=sys.stderr)
     for name, path, other in (

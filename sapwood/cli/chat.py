@@ -203,13 +203,13 @@ def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[threading.Event]:
 def show(delta: Delta) -> None:
     """Prints a piece of an answer; reasoning is dimmed on a terminal, and calls look like calls."""
     on_terminal = sys.stdout.isatty()
-    told = harmless if on_terminal else str
+    printable = harmless if on_terminal else str
     if delta.reasoning:
-        reasoning = told(delta.reasoning)
+        reasoning = printable(delta.reasoning)
         print(f"\033[2m{reasoning}\033[0m" if on_terminal else reasoning, end="", flush=True)
-    print(told(delta.text), end="", flush=True)
+    print(printable(delta.text), end="", flush=True)
     for part in delta.tool_calls:
-        print(told(f"\n[{part.name}] " * bool(part.name) + part.arguments), end="", flush=True)
+        print(printable(f"\n[{part.name}] " * bool(part.name) + part.arguments), end="", flush=True)
 
 
 def _turn(conversation: Conversation, line: str) -> bool:

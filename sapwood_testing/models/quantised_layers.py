@@ -185,8 +185,8 @@ def nf4(weight: Tensor, *, nested: bool = False, block: int = 64) -> Stored:
     codes = ((apart / most[:, None])[..., None] - table).abs().argmin(-1)
     flat = codes.flatten()
     tensors["weight"] = (flat[::2] << 4 | flat[1::2]).to(torch.uint8).view(-1, 1)
-    told = json.dumps(settings).encode()
-    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(told), dtype=torch.uint8)
+    encoded = json.dumps(settings).encode()
+    tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(encoded), dtype=torch.uint8)
     return tensors, (table[codes] * most[:, None]).view(weight.shape)
 
 

@@ -55,20 +55,20 @@ class FakeParser:
         return self._new(self._parse(self._written, ended=True))
 
     def _new(self, parsed: _Parsed) -> list[Event]:
-        told, self._told = self._told, parsed
+        before_this, self._told = self._told, parsed
         events: list[Event] = []
-        if parsed.began and not told.began:
+        if parsed.began and not before_this.began:
             events.append(TextDelta(""))  # the tokens of the mark are no reasoning
-        if len(parsed.text) > len(told.text):
-            events.append(TextDelta(parsed.text[len(told.text) :]))
-        if len(parsed.reasoning) > len(told.reasoning):
-            events.append(ReasoningDelta(parsed.reasoning[len(told.reasoning) :]))
+        if len(parsed.text) > len(before_this.text):
+            events.append(TextDelta(parsed.text[len(before_this.text) :]))
+        if len(parsed.reasoning) > len(before_this.reasoning):
+            events.append(ReasoningDelta(parsed.reasoning[len(before_this.reasoning) :]))
         for index, (name, arguments) in enumerate(parsed.calls):
             before = ""
-            if index >= len(told.calls):
+            if index >= len(before_this.calls):
                 events.append(ToolCallStart(index, name, f"call-{self._options.id_seed}-{index}"))
             else:
-                before = told.calls[index][1]
+                before = before_this.calls[index][1]
             if len(arguments) > len(before):
                 events.append(ToolCallArguments(index, arguments[len(before) :]))
         return events

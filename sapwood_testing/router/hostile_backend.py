@@ -27,8 +27,8 @@ def reply(status: int, body: Any, **headers: str) -> Answer:
 
     async def answer(request: Received, writer: asyncio.StreamWriter) -> None:
         raw = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        told = {"content_type": "application/json", **headers, "content_length": str(len(raw))}
-        lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in told.items())
+        fields = {"content_type": "application/json", **headers, "content_length": str(len(raw))}
+        lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items())
         writer.write(f"HTTP/1.1 {status} Whatever\r\n{lines}\r\n".encode() + raw)
 
     return answer

@@ -89,12 +89,14 @@ class Compilers:
                 process.stdin.close()
             except BrokenPipeError:  # it could not begin
                 pass
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         while any(process.poll() is None for process in self._processes):
             time.sleep(0.02)
-            if time.monotonic() - told > _TELL_EVERY:
-                told = time.monotonic()
-                tell(f"compiling {len(kernels)} of Triton's kernels in {count} processes; {told - began:.0f} s so far")
+            if time.monotonic() - reported > _TELL_EVERY:
+                reported = time.monotonic()
+                tell(
+                    f"compiling {len(kernels)} of Triton's kernels in {count} processes; {reported - began:.0f} s so far"
+                )
 
     def close(self) -> None:
         """Ends the processes if they have nothing to do; returns once they have."""

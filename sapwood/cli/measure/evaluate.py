@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         items = [item for path in arguments.files for item in read_items(path, arguments.max_tokens)[: arguments.limit]]
         evaluation = run_fast(_evaluate(where, items, arguments))
     found = accuracies(evaluation.scored)
-    told = {
+    report = {
         "target": str(where),
         "model": evaluation.model,
         "shots": arguments.shots,
@@ -90,11 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     }
     try:
         if arguments.json == "-":
-            print(json.dumps(told, indent=1))
+            print(json.dumps(report, indent=1))
         else:
             print("\n".join(table(_rows(found))))
             if arguments.json:
-                Path(arguments.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+                Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if arguments.records:
             lines = "".join(f"{json.dumps(_record(each))}\n" for each in evaluation.scored)
             Path(arguments.records).write_text(lines, encoding="utf-8")
@@ -148,5 +148,5 @@ def _rows(found: dict[str, Accuracy]) -> list[tuple[str, ...]]:
 
 
 def _record(scored: Scored) -> dict[str, Any]:
-    told = dataclasses.asdict(scored)
-    return {"item": told.pop("item"), **told}
+    fields = dataclasses.asdict(scored)
+    return {"item": fields.pop("item"), **fields}

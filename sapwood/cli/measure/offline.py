@@ -75,14 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
     if found is None:
         return INTERRUPTED
     settings = dict(arguments.set)
-    told = {"model": arguments.model, "workers": arguments.workers, "settings": settings, **level_json(found)}
+    report = {"model": arguments.model, "workers": arguments.workers, "settings": settings, **level_json(found)}
     try:
         if arguments.json == "-":
-            print(json.dumps(told, indent=1))
+            print(json.dumps(report, indent=1))
         else:
             print("\n".join(level_lines(found, None)))
             if arguments.json:
-                Path(arguments.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+                Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise CliError(f"cannot write {error.filename}: {error.strerror}", FAILED) from None
     if found.run.interrupted:

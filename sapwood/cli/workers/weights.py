@@ -70,10 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
         return worker.UpdateWeights(iter([request])).weights
 
     for address, state in each_worker(arguments.worker, call):
-        told = {"version": state.version, "number": state.number, "digest": state.digest.hex()}
-        told["can_roll_back"] = state.can_roll_back
+        fields = {"version": state.version, "number": state.number, "digest": state.digest.hex()}
+        fields["can_roll_back"] = state.can_roll_back
         if arguments.json:
-            print(json.dumps({"worker": address, **told}))
+            print(json.dumps({"worker": address, **fields}))
         else:
             kept = ", the ones before are kept" if state.can_roll_back else ""
             digest = f", digest {state.digest.hex()[:12]}" if state.digest else ""

@@ -87,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps({"worker": address, **answer}))
         else:
-            told = {name: value for name, value in answer.items() if value != ""}
-            words = (one_line(value if name == "state" else f"{name} {value}") for name, value in told.items())
+            fields = {name: value for name, value in answer.items() if value != ""}
+            words = (one_line(value if name == "state" else f"{name} {value}") for name, value in fields.items())
             between = ("\n  ", "\n  ") if arguments.action == "info" else (" ", ", ")
             print(f"{address}:{between[0]}{between[1].join(words)}")
     return 0
@@ -106,10 +106,10 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
         return _shown(report, _LOAD)
 
     def info(worker: worker_pb2_grpc.WorkerStub) -> Answer:
-        told = worker.GetModelInfo(pb.GetModelInfoRequest())
-        defaults = {field.name: round(value, 6) for field, value in told.sampling_defaults.ListFields()}
+        model = worker.GetModelInfo(pb.GetModelInfoRequest())
+        defaults = {field.name: round(value, 6) for field, value in model.sampling_defaults.ListFields()}
         shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        return _shown(told, _INFO) | {"role": role_name(told.role), "sampling_defaults": shown or "none"}
+        return _shown(model, _INFO) | {"role": role_name(model.role), "sampling_defaults": shown or "none"}
 
     def sleep(worker: worker_pb2_grpc.WorkerStub) -> Answer:
         answer = worker.Sleep(pb.SleepRequest(memory=_memory(given.memory)))

@@ -83,7 +83,7 @@ class QueuedStep:
             self._computed.result()
 
 
-def _queue(runner: Any, told: Path) -> None:
+def _queue(runner: Any, order: Path) -> None:
     """Has a thread compute what is launched, in order, while the host continues: as a GPU does. Once it has failed, it computes
     nothing any more."""
     compute, device = runner.launch, ThreadPoolExecutor(1, thread_name_prefix="device")
@@ -100,14 +100,14 @@ def _queue(runner: Any, told: Path) -> None:
         return output
 
     def launch(step: Step) -> LaunchedStep:
-        _hang(told)
+        _hang(order)
         kept = read(encode(step))  # its arrays are not read any more once it is launched
         return QueuedStep(device.submit(computed, kept))
 
     runner.launch, runner.asynchronous = launch, True
 
 
-def _hang(told: Path) -> None:
-    if told.exists() and (how := told.read_text()):
-        told.unlink()
+def _hang(order: Path) -> None:
+    if order.exists() and (how := order.read_text()):
+        order.unlink()
         WAYS[how]()

@@ -201,7 +201,7 @@ def as_told(method: str, error: Exception) -> errors.SapwoodError:
 async def _abort(method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    told = as_told(method, error)
+    shown = as_told(method, error)
     errors.forget_frames(error)
-    await context.abort(*status.rpc_status(told))
+    await context.abort(*status.rpc_status(shown))
     raise AssertionError("abort returned")

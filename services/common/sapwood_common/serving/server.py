@@ -223,10 +223,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:  # noqa: N802
         """The state of one service now and after each change; SERVICE_UNKNOWN for a name that is none yet."""
-        told = None
+        reported = None
         while True:
             changed, state = self._changed, self._states.get(request.service, _State.SERVICE_UNKNOWN)
-            if state != told:
-                told = state
+            if state != reported:
+                reported = state
                 yield _State(status=state)
             await changed.wait()

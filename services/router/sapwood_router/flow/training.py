@@ -102,7 +102,7 @@ class TrainingTargets:
         return found[0]
 
     async def begin(self) -> None:
-        """Begins an update of several :meth:`receive`, none of which is used before :meth:`finish`."""
+        """Begins an update: what comes by :meth:`receive` from now on is used only from :meth:`finish` on."""
         await self._control.drop(self._workers, _BEGUN)
         self._begun.update(each.address for each in self._workers)
 

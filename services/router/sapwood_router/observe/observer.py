@@ -174,10 +174,10 @@ class RequestLog:
             "text": "".join(output.text for output in said),
             "tool_calls": "".join(f"{call.name}{call.arguments}" for output in said for call in output.tool_calls),
         }
-        told = {name: text[:_LONGEST] for name, text in answer.items() if text}
+        fields = {name: text[:_LONGEST] for name, text in answer.items() if text}
         if not context.detokenize:
-            told["token_ids"] = str(context.output_ids.tolist())[:_LONGEST]
-        return f"{shown} prompt_content={_json(_prompt(context))} answer={_json(told)}"
+            fields["token_ids"] = str(context.output_ids.tolist())[:_LONGEST]
+        return f"{shown} prompt_content={_json(_prompt(context))} answer={_json(fields)}"
 
 
 def _parameters(context: RequestContext) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def check_together(contexts: Sequence[RequestContext]) -> None:
     """
     if len(contexts) == 1:
         return
-    told = contexts[0].sampling.prompt_logprobs or 0
-    total = sum(extent(context.prompt) for context in contexts) * (1 + told)
+    alternatives = contexts[0].sampling.prompt_logprobs or 0
+    total = sum(extent(context.prompt) for context in contexts) * (1 + alternatives)
     if total <= MOST_TOGETHER:  # what goes with them is the same for all
         total += len(contexts) * _extent_beside(contexts[0])
     if total > MOST_TOGETHER:
-        beside = f", and {told} log probabilities of it as often again" if told else ""
+        beside = f", and {alternatives} log probabilities of it as often again" if alternatives else ""
         raise InvalidArgumentError(
             f"the prompts and what goes with each, as often as they are continued, have {total} characters (a token counts for "
             f"{_CHARACTERS_A_TOKEN}{beside}); the most are {MOST_TOGETHER}",

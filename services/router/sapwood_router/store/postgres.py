@@ -85,15 +85,15 @@ class PostgresDriver:
     async def _write(self) -> None:
         while self._waiting:
             taken = [self._waiting.popleft() for _ in range(min(_MOST_AT_ONCE, len(self._waiting)))]
-            told: list[tuple[Any, Exception | None]] = []
+            results: list[tuple[Any, Exception | None]] = []
             try:
                 async with (await self._connected()).acquire(timeout=_SECONDS) as connection, connection.transaction():
                     await connection.execute(f"SELECT pg_advisory_xact_lock({_LOCK})")
                     for make, _ in taken:
-                        told.append(await _tried(connection, make))
+                        results.append(await _tried(connection, make))
             except Exception as error:
-                told = [(None, error)] * len(taken)
-            for (_, future), (result, failure) in zip(taken, told, strict=True):
+                results = [(None, error)] * len(taken)
+            for (_, future), (result, failure) in zip(taken, results, strict=True):
                 if future.done():
                     continue
                 if failure is None:

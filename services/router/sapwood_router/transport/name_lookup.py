@@ -49,16 +49,16 @@ async def follow_name(
     A lookup that fails changes nothing: processes that answer are worth more than a name server's word.
     """
     known: frozenset[str] | None = None
-    told = False
+    reported = False
     while True:
         try:
             found = await lookup(host, port)
         except OSError as error:
-            if not told:
+            if not reported:
                 logger.warning("addresses behind %s: %s", host, error)
-            told = True
+            reported = True
         else:
-            told = False
+            reported = False
             if found != known:
                 known = found
                 name(found)

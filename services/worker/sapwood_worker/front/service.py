@@ -242,16 +242,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         engine = self._engine
         draining = asyncio.ensure_future(self._draining.wait())
         change: asyncio.Future[None] | None = None
-        told = LoraNews(self._loras)
+        news = LoraNews(self._loras)
         try:
             while not draining.done():
                 version = engine.load_version
                 report = to_load_report(engine.load, engine.kv_events)
-                yield worker_pb2.WatchLoadResponse(load=report, loras=told.report())
+                yield worker_pb2.WatchLoadResponse(load=report, loras=news.report())
                 if interval:
                     await asyncio.wait({draining}, timeout=interval / 1000)
                 change = asyncio.ensure_future(engine.load_after(version))
-                await asyncio.wait({change, draining}, timeout=told.due, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({change, draining}, timeout=news.due, return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
         finally:
             draining.cancel()

@@ -683,17 +683,17 @@ class _NodeRanks:
     async def _watch(self, epoch: int, link: NodeLink, ranks: Sequence[Rank]) -> None:
         silences = [RankSilence(rank, _POLL_SECONDS) for rank in ranks]
         progress_of_ranks = [RankProgress(rank, _POLL_SECONDS) for rank in ranks]
-        told: set[int] = set()
+        reported: set[int] = set()
         while True:
             # A rank that was killed or reports a reason is named before ranks that have only lost it.
             ended = [rank for rank in ranks if not rank.running]
             for rank in sorted(ended, key=lambda rank: (not rank.was_killed, not rank.has_spoken)):
-                if rank.number not in told:
-                    told.add(rank.number)
+                if rank.number not in reported:
+                    reported.add(rank.number)
                     link.send(RankEnded(epoch, rank.number, rank.how_it_ended()))
             for each in silences:
-                if each.check() > self._limit and each.rank.number not in told:
-                    told.add(each.rank.number)
+                if each.check() > self._limit and each.rank.number not in reported:
+                    reported.add(each.rank.number)
                     link.send(RankEnded(epoch, each.rank.number, f"no sign of life for {each.seconds:.1f} s"))
             link.send(ProgressOfRanks(epoch, [each.check() for each in progress_of_ranks]))
             await asyncio.sleep(_POLL_SECONDS)

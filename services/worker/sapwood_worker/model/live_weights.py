@@ -39,7 +39,7 @@ from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.trainer_group import TrainerGroups
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.layer import Layer, RebuiltLayer
 from sapwood_worker.model.quantization.linear_method import LinearMethod
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 from sapwood_worker.records.weights import WeightBucket, WeightsFacts
@@ -71,7 +71,7 @@ class _Staged:
     """
 
     slots: WeightSlots = field(default_factory=dict)
-    methods: dict[Layer, LinearMethod] = field(default_factory=dict)
+    methods: dict[RebuiltLayer, LinearMethod] = field(default_factory=dict)
     hashes: dict[str, bytes] = field(default_factory=dict)
     ready: bool = False
     digest: bytes = b""
@@ -228,12 +228,12 @@ class LiveWeights:
                 failed = ResourceExhaustedError("there is no memory for another copy of the weights")
             if not isinstance(failed, SapwoodError):
                 logger.exception("weights were not staged")
-        told = _Told("" if failed is None else type(failed).__name__, "" if failed is None else str(failed), count)
+        own = _Told("" if failed is None else type(failed).__name__, "" if failed is None else str(failed), count)
         try:
-            ranks = self._parallel.notes.exchange(note, told, _Told)
+            ranks = self._parallel.notes.exchange(note, own, _Told)
             if failed is not None:
                 raise failed
-            _assure_alike(ranks, told)
+            _assure_alike(ranks, own)
         except BaseException:
             self.drop(update)
             raise
@@ -292,6 +292,7 @@ class LiveWeights:
                     "its format does not allow it" if layer.renewal == "refuse" else "captured graphs hold its address"
                 )
                 raise UnimplementedError(f"the weights of {layer.weight_name} cannot be changed: {why}")
+            assert isinstance(layer, RebuiltLayer), layer
             if layer not in staged.methods:
                 staged.methods[layer] = layer.rebuilt()
             slots |= staged.methods[layer].slots()
@@ -321,8 +322,8 @@ class LiveWeights:
 
     def _swap(self, staged: _Staged) -> None:
         """Exchanges what is staged with what is in use, and readies the layers."""
-        for layer, method in [*staged.methods.items()]:
-            staged.methods[layer] = layer.put_method(method)
+        for rebuilt, method in [*staged.methods.items()]:
+            staged.methods[rebuilt] = rebuilt.put_method(method)
         touched = staged.slots.keys()
         slots = self._copied() if touched else {}
         for name, slot in staged.slots.items():

@@ -64,10 +64,10 @@ class AnthropicDialect:
         message = error.message
         if error.field and error.field not in message:
             message = f"{error.field}: {message}"
-        told = Error(_TYPES.get(self.status(error), "api_error"), message)
+        detail = Error(_TYPES.get(self.status(error), "api_error"), message)
         if isinstance(error, ThreadsError):
-            told.details = ErrorDetails("thread_unsupported_request")
-        return msgspec.json.encode(ErrorResponse(error=told, request_id=request_id))
+            detail.details = ErrorDetails("thread_unsupported_request")
+        return msgspec.json.encode(ErrorResponse(error=detail, request_id=request_id))
 
     def event(self, error: errors.SapwoodError, request_id: str) -> bytes:
         return b"event: error\ndata: %b\n\n" % self.body(error, request_id)

@@ -335,8 +335,8 @@ class _Run:
         try:
             answered = await self._runner.answer(self._tenant, batch.endpoint, body, batch.expires_at)
         except UnauthenticatedError as error:
-            told = {"error": {"message": error.message, "type": "authentication_error", "param": None, "code": None}}
-            return {**made, "response": {"status_code": 401, "request_id": "", "body": told}, "error": None}
+            refusal = {"error": {"message": error.message, "type": "authentication_error", "param": None, "code": None}}
+            return {**made, "response": {"status_code": 401, "request_id": "", "body": refusal}, "error": None}
         response = {
             "status_code": answered.status,
             "request_id": answered.headers.get(b"x-request-id", b"").decode("latin-1"),
@@ -432,10 +432,10 @@ def _has_failed(result: bytes | dict[str, Any]) -> bool:
 
 def _expired(line: bytes, batch_id: str, number: int) -> bytes:
     message = "This request could not be executed before the completion window expired."
-    told = {
+    answer = {
         "id": f"batch_req_{batch_id[-16:]}{number:06x}",
         "custom_id": read_line(line).custom_id,
         "response": None,
         "error": {"code": "batch_expired", "message": message},
     }
-    return msgspec.json.encode(told)
+    return msgspec.json.encode(answer)

@@ -240,8 +240,8 @@ class _ChatEvents:
             self._called = True
             written += self._close()
             self._open = call.index
-            told = {"message": {"tool_calls": _call(call, "")}}
-            written += event("tool-call-start", index=call.index, delta=told) + self._arguments(call)
+            change = {"message": {"tool_calls": _call(call, "")}}
+            written += event("tool-call-start", index=call.index, delta=change) + self._arguments(call)
         return written
 
     def end(self, finish: Finish, resumptions: int) -> Iterable[bytes]:
@@ -254,15 +254,15 @@ class _ChatEvents:
         if self._open != kind:
             written = self._close()
             self._open = kind
-            told = {"message": {"content": {"type": kind, kind: ""}}}
-            written += event("content-start", index=self._contents, delta=told)
+            change = {"message": {"content": {"type": kind, kind: ""}}}
+            written += event("content-start", index=self._contents, delta=change)
         return written + event("content-delta", index=self._contents, delta={"message": {"content": {kind: text}}})
 
     def _arguments(self, call: ToolCallDelta) -> bytes:
         if not call.arguments:
             return b""
-        told = {"message": {"tool_calls": {"function": {"arguments": call.arguments}}}}
-        return event("tool-call-delta", index=call.index, delta=told)
+        change = {"message": {"tool_calls": {"function": {"arguments": call.arguments}}}}
+        return event("tool-call-delta", index=call.index, delta=change)
 
     def _close(self) -> bytes:
         opened, self._open = self._open, None

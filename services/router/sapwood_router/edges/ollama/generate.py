@@ -259,8 +259,8 @@ def _line(context: RequestContext, output: Output, calls: Iterable[ToolCallDelta
     made.message = {"role": "assistant", "content": output.text}
     if output.reasoning:
         made.message["thinking"] = output.reasoning
-    if told := [_call_object(call) for call in calls]:
-        made.message["tool_calls"] = told
+    if objects := [_call_object(call) for call in calls]:
+        made.message["tool_calls"] = objects
     return made
 
 

@@ -74,8 +74,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     shows_special = request.skip_special_tokens is False
     writer = None if request.logprobs is None else partial(CompletionWriter, shows_special, token_name(request))
     tokenizer, tells_prompt = pipeline.tokenizers.of(request.model), given.get("prompt_logprobs") is not None
-    stint, told = pipeline.heavy.stint(caller.tenant), {"prompt_only": prompt_only, "tells_prompt": tells_prompt}
-    annotator = Annotator(contexts, tokenizer, writer, stint, echo=echo, **told)
+    stint, of_prompt = pipeline.heavy.stint(caller.tenant), {"prompt_only": prompt_only, "tells_prompt": tells_prompt}
+    annotator = Annotator(contexts, tokenizer, writer, stint, echo=echo, **of_prompt)
 
     shows_prompt = request.return_token_ids is True
     shows_tokens = shows_prompt or request.detokenize is False

@@ -148,10 +148,13 @@ def prompt_entries(
         if found is None:
             made.append(None)
             continue
-        told = zip([token, *found.top_ids], [found.logprob, *found.top_logprobs], strict=True)
+        alternatives = zip([token, *found.top_ids], [found.logprob, *found.top_logprobs], strict=True)
         ranks = {other: rank for rank, other in enumerate(found.top_ids, 1)}
         made.append(
-            {str(other): PromptToken(logprob, ranks.get(other), text_of(other, vocabulary)) for other, logprob in told}
+            {
+                str(other): PromptToken(logprob, ranks.get(other), text_of(other, vocabulary))
+                for other, logprob in alternatives
+            }
         )
     return made
 

@@ -224,8 +224,8 @@ class ChatChunks(CompletionChunks):
         events = self._delta(index, b'{"role":"assistant","content":""}', NULL)
         if len(self._opened) > 1:
             return events
-        told = b',"prompt_logprobs":' + prompt_logprobs if prompt_logprobs else b""
-        return events.replace(b',"choices":[', told + self._prompt_ids() + b',"choices":[', 1)
+        member = b',"prompt_logprobs":' + prompt_logprobs if prompt_logprobs else b""
+        return events.replace(b',"choices":[', member + self._prompt_ids() + b',"choices":[', 1)
 
     def _prompt_ids(self) -> bytes:
         return b""

@@ -29,13 +29,13 @@ _WIDER: dict[str, dict[str, Any]] = {
 
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     """The document; routes without a summary are not in it."""
-    told = [route for route in routes if route.summary]
-    types = list(dict.fromkeys(each for route in told for each in _types(route)))
+    described = [route for route in routes if route.summary]
+    types = list(dict.fromkeys(each for route in described for each in _types(route)))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     schema_of = dict(zip(types, schemas, strict=True))
     of_settings = {name: schema for name, schema in _settings().items() if name != SamplingParams.__name__}
     paths: dict[str, dict[str, Any]] = {}
-    for route in told:
+    for route in described:
         path = f"{route.path}{{name}}" if route.path.endswith("/") else route.path
         paths.setdefault(path, {})[_method(route)] = _operation(route, schema_of)
     return {
@@ -200,11 +200,11 @@ class ApiPages:
     """Tells of routes.
 
     Args:
-        told: The routes.
+        described: The routes.
     """
 
-    def __init__(self, told: Sequence[Route]) -> None:
-        self._told = told
+    def __init__(self, described: Sequence[Route]) -> None:
+        self._described = described
         self._made: asyncio.Task[tuple[bytes, bytes]] | None = None
 
     def routes(self) -> list[Route]:
@@ -226,5 +226,5 @@ class ApiPages:
         return await asyncio.shield(self._made)
 
     def _make(self) -> tuple[bytes, bytes]:
-        document = openapi_document(self._told)
+        document = openapi_document(self._described)
         return msgspec.json.encode(document), render(document)

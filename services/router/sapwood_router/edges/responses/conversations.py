@@ -150,8 +150,8 @@ class ConversationsApi:
             await self._store.delete_item(exchange.tenant, conversation_id, item_id)
         else:
             await self._store.delete(exchange.tenant, conversation_id)
-            told = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
-            found = msgspec.json.encode(told)
+            body = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+            found = msgspec.json.encode(body)
         await exchange.send_body(200, found)
 
 

@@ -182,8 +182,8 @@ class ResponsesApi:
         if not stream:
 
             def whole(output: Output, finish: Finish) -> msgspec.Raw:
-                told = () if logprobs is None else logprobs.take()
-                return written(output, answer.ended(finish, answer.items_of(output, finish, told)))
+                tokens = () if logprobs is None else logprobs.take()
+                return written(output, answer.ended(finish, answer.items_of(output, finish, tokens)))
 
             if not request.background:
                 await send_whole(exchange, context, pipeline, whole, logprobs)
@@ -194,8 +194,8 @@ class ResponsesApi:
             await keep(begun, tuple(own.turns), done=False)
 
             async def succeeded(output: Output, finish: Finish) -> None:
-                told = () if logprobs is None else logprobs.take()
-                response = answer.ended(finish, answer.items_of(output, finish, told))
+                tokens = () if logprobs is None else logprobs.take()
+                response = answer.ended(finish, answer.items_of(output, finish, tokens))
                 turns = (*own.turns, turn_of(output))
                 await keep(msgspec.json.encode(response), turns, output=response["output"])
 
@@ -371,8 +371,8 @@ class ResponsesApi:
             )
         except SapwoodError as error:
             raise to_client_field(error, context.fields) from error
-        told = {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
-        await exchange.send_body(200, msgspec.json.encode(told))
+        counted = {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
+        await exchange.send_body(200, msgspec.json.encode(counted))
 
     async def compact(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
         """Has the model write a conversation in short. What it wrote stands for the conversation in a later input.
@@ -401,8 +401,8 @@ class ResponsesApi:
             }
             said = [each for each in input_items(given.get("input") or [], answer.secret) if each.get("role") == "user"]
             usage = answer.ended(finish, [])["usage"]
-            told = {"id": answer.response_id, "object": "response.compaction", "created_at": answer.created}
-            return msgspec.Raw(msgspec.json.encode({**told, "output": [*said, item], "usage": usage}))
+            fields = {"id": answer.response_id, "object": "response.compaction", "created_at": answer.created}
+            return msgspec.Raw(msgspec.json.encode({**fields, "output": [*said, item], "usage": usage}))
 
         await send_whole(exchange, context, pipeline, compacted)
 
@@ -459,8 +459,8 @@ class ResponsesApi:
             raise InvalidArgumentError("only a response in the background can be cancelled", field="response_id")
         if await self.background.cancel(tenant, response_id):
             kept = await self._store.get(tenant, response_id)
-            told = {**msgspec.json.decode(kept.body), "status": "cancelled"}
-            cancelled = msgspec.structs.replace(kept, body=msgspec.json.encode(told), done=True)
+            answer = {**msgspec.json.decode(kept.body), "status": "cancelled"}
+            cancelled = msgspec.structs.replace(kept, body=msgspec.json.encode(answer), done=True)
             await self._store.put(tenant, cancelled)
         await exchange.send_body(200, (await self._store.get(tenant, response_id)).body)
 
@@ -474,8 +474,8 @@ class ResponsesApi:
         await self._store.get(exchange.tenant, response_id)
         await self.background.cancel(exchange.tenant, response_id)
         await self._store.delete(exchange.tenant, response_id)
-        told = {"id": response_id, "object": "response", "deleted": True}
-        await exchange.send_body(200, msgspec.json.encode(told))
+        body = {"id": response_id, "object": "response", "deleted": True}
+        await exchange.send_body(200, msgspec.json.encode(body))
 
 
 class _Answer:
@@ -504,7 +504,7 @@ class _Answer:
     def ended(self, finish: Finish, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The response at its end."""
         usage = finish.usage
-        told = {
+        counts = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": usage.written_tokens},
             "output_tokens": usage.completion_tokens,
@@ -512,12 +512,12 @@ class _Answer:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         if finish.reason is FinishReason.LENGTH:
-            return self._make("incomplete", items, usage=told, incomplete_details={"reason": "max_output_tokens"})
+            return self._make("incomplete", items, usage=counts, incomplete_details={"reason": "max_output_tokens"})
         if finish.reason is FinishReason.ABORT and self._request.background:
-            return self._make("cancelled", items, usage=told)
+            return self._make("cancelled", items, usage=counts)
         if finish.reason is FinishReason.ABORT:
-            return self._make("incomplete", items, usage=told, incomplete_details={"reason": "aborted"})
-        return self._make("completed", items, usage=told)
+            return self._make("incomplete", items, usage=counts, incomplete_details={"reason": "aborted"})
+        return self._make("completed", items, usage=counts)
 
     def failed(self, error: SapwoodError) -> dict[str, Any]:
         """The response where the run failed with ``error``."""

@@ -195,21 +195,21 @@ def events_of(index: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any
     """The events that tell of a whole item: their kinds and fields."""
     at = {"item_id": item["id"], "output_index": index}
     added = {**item, "status": "in_progress"} if "status" in item else item
-    told: list[tuple[str, dict[str, Any]]] = []
+    steps: list[tuple[str, dict[str, Any]]] = []
     match item["type"]:
         case "message" | "reasoning" as kind:
             name = "output_text" if kind == "message" else "reasoning_text"
             (part,) = item["content"]
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             added = {**added, "content": []}
-            told = [
+            steps = [
                 ("response.content_part.added", {**at, "content_index": 0, "part": {**part, "text": ""}}),
                 (f"response.{name}.delta", {**at, "content_index": 0, "delta": part["text"], **more}),
                 (f"response.{name}.done", {**at, "content_index": 0, "text": part["text"], **more}),
                 ("response.content_part.done", {**at, "content_index": 0, "part": part}),
             ]
         case "function_call":
-            told = [
+            steps = [
                 ("response.function_call_arguments.delta", {**at, "delta": item["arguments"]}),
                 (
                     "response.function_call_arguments.done",
@@ -217,16 +217,16 @@ def events_of(index: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any
                 ),
             ]
         case "mcp_call":
-            told = [
+            steps = [
                 ("response.mcp_call.in_progress", at),
                 ("response.mcp_call_arguments.delta", {**at, "delta": item["arguments"]}),
                 ("response.mcp_call_arguments.done", {**at, "arguments": item["arguments"]}),
                 (f"response.mcp_call.{item['status']}", at),
             ]
         case "mcp_list_tools":
-            told = [("response.mcp_list_tools.in_progress", at), ("response.mcp_list_tools.completed", at)]
+            steps = [("response.mcp_list_tools.in_progress", at), ("response.mcp_list_tools.completed", at)]
     return [
         ("response.output_item.added", {"output_index": index, "item": added}),
-        *told,
+        *steps,
         ("response.output_item.done", {"output_index": index, "item": item}),
     ]

@@ -53,15 +53,15 @@ class TextLogprobs:
         at = 0
         if output.reasoning:
             at = _end(whole, output.reasoning, at)
-        told = 0
+        written = 0
         calls = any(call.name for call in output.tool_calls)
         for start, end in _places(whole, starts, output.text, at, calls=calls):
             at = end
-            first = max(bisect_right(starts, start) - 1, told)
-            while first > told and starts[first - 1] == starts[first]:  # a character of several tokens is of them all
+            first = max(bisect_right(starts, start) - 1, written)
+            while first > written and starts[first - 1] == starts[first]:  # a character may be of several tokens
                 first -= 1
-            told = max(bisect_left(starts, at), first)
-            async for some, found in self._telling.pieces(self._ids[first:told], self._logprobs[first:told]):
+            written = max(bisect_left(starts, at), first)
+            async for some, found in self._telling.pieces(self._ids[first:written], self._logprobs[first:written]):
                 pairs = zip(some, found, strict=True)
                 self._found.add(
                     [

@@ -176,10 +176,10 @@ async def rerank(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: 
     scores = found.scores
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
     if plain:
-        told = [
+        rows = [
             PlainRanked(index, scores[index], texts[index] if request.return_text else msgspec.UNSET) for index in order
         ]
-        await exchange.send_body(200, msgspec.json.encode(told))
+        await exchange.send_body(200, msgspec.json.encode(rows))
         return
     shows = request.return_documents is not False
     answer = RerankResponse(
@@ -285,8 +285,8 @@ async def compare(
         classifies=True,
     )
     answer = await pipeline.embedder.embed(wanted)
-    told = answer.labels if answer.labels is not None and request.uses_activation is not False else None
-    scores = [(logits if told is None else told.scores(logits))[0] for logits in answer.vectors]
+    used_labels = answer.labels if answer.labels is not None and request.uses_activation is not False else None
+    scores = [(logits if used_labels is None else used_labels.scores(logits))[0] for logits in answer.vectors]
     return Compared(answer.model, scores, answer.prompt_tokens)
 
 

@@ -152,7 +152,7 @@ class Control:
         """Returns the facts that SGLang's clients read: names, lengths, and for workers the data of ``/status``."""
         contexts = self._pipeline.registry.context_lengths()
         first = next(iter(sorted(contexts)), "")
-        told: dict[str, Any] = {
+        body: dict[str, Any] = {
             "version": version("sapwood"),
             "status": "paused" if self._pipeline.running.paused else "ready",
             "model_path": first,
@@ -162,14 +162,14 @@ class Control:
             "models": [{"model": model, "context_length": contexts[model]} for model in sorted(contexts)],
         }
         if self._status is not None:
-            told["internal_states"] = [self._state_of(worker) for worker in self._status().workers]
-            told["max_total_num_tokens"] = sum(each["max_total_num_tokens"] for each in told["internal_states"])
-        await exchange.send_body(200, msgspec.json.encode(told))
+            body["internal_states"] = [self._state_of(worker) for worker in self._status().workers]
+            body["max_total_num_tokens"] = sum(each["max_total_num_tokens"] for each in body["internal_states"])
+        await exchange.send_body(200, msgspec.json.encode(body))
 
     async def show_load(self, exchange: Exchange) -> None:
         """Tells the last report of each worker."""
         assert self._status is not None, "else there is no such path"
-        told = [
+        body = [
             {
                 "dp_rank": index,
                 "num_reqs": worker.load.running_requests + worker.load.waiting_requests,
@@ -178,7 +178,7 @@ class Control:
             }
             for index, worker in enumerate(self._status().workers)
         ]
-        await exchange.send_body(200, msgspec.json.encode(told))
+        await exchange.send_body(200, msgspec.json.encode(body))
 
     def _state_of(self, worker: WorkerState) -> dict[str, Any]:
         load = worker.load

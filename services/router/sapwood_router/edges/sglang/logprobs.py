@@ -80,7 +80,7 @@ def wish_of(request: LogprobsRequest) -> LogprobsWish | None:
 
 
 async def tell(
-    told: Told,
+    answer: Told,
     context: RequestContext,
     token_ids: Sequence[int],
     wish: LogprobsWish,
@@ -90,7 +90,7 @@ async def tell(
     """Tells of an answer.
 
     Args:
-        told: Is filled.
+        answer: Is filled.
         context: The request, when it has ended.
         token_ids: The answer's tokens.
         wish: What is wanted.
@@ -121,9 +121,9 @@ async def tell(
             )
             if wish.top:
                 alternatives.add([None if each is None else _alternatives(each, vocabulary) for each in piece])
-    told.input_token_logprobs, told.output_token_logprobs = lists[0].take(), lists[2].take()
+    answer.input_token_logprobs, answer.output_token_logprobs = lists[0].take(), lists[2].take()
     if wish.top:
-        told.input_top_logprobs, told.output_top_logprobs = lists[1].take(), lists[3].take()
+        answer.input_top_logprobs, answer.output_top_logprobs = lists[1].take(), lists[3].take()
 
 
 class StreamedLogprobs:
@@ -154,12 +154,12 @@ class StreamedLogprobs:
             self._tokens += [_likelihood(each.logprob, token, vocabulary) for token, each in pairs]
             self._alternatives += [_alternatives(each, vocabulary) for _, each in pairs]
 
-    def tell(self, told: Told) -> None:
+    def tell(self, answer: Told) -> None:
         """Fills the next event: it has what was read since the last one."""
         self._count += len(self._tokens)
-        told.output_token_logprobs, told.output_token_logprobs_length = self._tokens, self._count
+        answer.output_token_logprobs, answer.output_token_logprobs_length = self._tokens, self._count
         if self._wish.top:
-            told.output_top_logprobs = self._alternatives
+            answer.output_top_logprobs = self._alternatives
         self._tokens, self._alternatives = [], []
 
 

@@ -169,7 +169,7 @@ class TrainingCalls:
         """Lists the workers; each URL takes the same calls for that worker."""
         _assure_operator()
         host = exchange.headers.get(b"host", b"localhost").decode("latin-1")
-        told = [
+        rows = [
             {
                 "id": (name := exchange.workers.id_of(each.address)),
                 "url": f"http://{host}{_FOLDER}{name}",
@@ -180,7 +180,7 @@ class TrainingCalls:
             }
             for each in self._training.workers()
         ]
-        await exchange.send_body(200, msgspec.json.encode({"workers": told, "total": len(told)}))
+        await exchange.send_body(200, msgspec.json.encode({"workers": rows, "total": len(rows)}))
 
     async def tell_all(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
         """Has all workers do something."""
@@ -214,15 +214,15 @@ class TrainingCalls:
             raise NotFoundError(f"there is no {exchange.method} {exchange.path}")
         given = decode_object(body) if body.strip() else {}
         try:
-            status, told = await answer(exchange, given, self._training.targets(worker, exchange.workers.id_of))
+            status, content = await answer(exchange, given, self._training.targets(worker, exchange.workers.id_of))
         except (UnimplementedError, NotFoundError):
             raise
         except SapwoodError as error:
             if exchange.method == "GET":
                 raise
             # As trainers read it: they look at success, and show the message.
-            status, told = 400, {"success": False, "message": exchange.workers.hide(error.message)}
-        await exchange.send_body(status, msgspec.json.encode(told))
+            status, content = 400, {"success": False, "message": exchange.workers.hide(error.message)}
+        await exchange.send_body(status, msgspec.json.encode(content))
 
 
 async def _update_from_disk(exchange: Exchange, given: Given, targets: TrainingTargets) -> Told:
@@ -389,7 +389,7 @@ async def _flush(exchange: Exchange, given: Given, targets: TrainingTargets) -> 
 
 async def _show_loads(exchange: Exchange, given: Given, targets: TrainingTargets) -> Told:
     loads = await targets.loads()
-    told = [
+    of_ranks = [
         {
             "dp_rank": rank,
             "num_running_reqs": each.running,
@@ -404,7 +404,7 @@ async def _show_loads(exchange: Exchange, given: Given, targets: TrainingTargets
         "total_running_reqs": sum(each.running for each in loads),
         "total_waiting_reqs": sum(each.waiting for each in loads),
     }
-    return 200, {"dp_rank_count": len(told), "loads": told, "aggregate": total}
+    return 200, {"dp_rank_count": len(of_ranks), "loads": of_ranks, "aggregate": total}
 
 
 async def _show_health(exchange: Exchange, given: Given, targets: TrainingTargets) -> Told:

@@ -23,16 +23,16 @@ async def follow_file(path: Path, fleet: Fleet) -> None:
     """
     applied: str | None = None
     last: str | None = None
-    told = False
+    reported = False
     while True:
         try:
             text = await asyncio.to_thread(path.read_text)
         except (OSError, UnicodeDecodeError) as error:
-            if not told:
+            if not reported:
                 logger.warning("workers file %s: %s", path, error)
-            told, last = True, None
+            reported, last = True, None
         else:
-            told = False
+            reported = False
             if text == last and text != applied:
                 applied = text
                 fleet.name(f"file {path}", read_addresses(text))

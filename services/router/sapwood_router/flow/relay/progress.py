@@ -210,8 +210,8 @@ class Progress:
         if not self._first:
             self._first = {name: value for name, value in chunk.items() if name not in ("choices", "usage")}
             self._first["model"] = self._asked.context.model
-        told = {"usage": usage} if usage is not None else {}
-        return {**chunk, **self._first, **told}
+        extra = {"usage": usage} if usage is not None else {}
+        return {**chunk, **self._first, **extra}
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

@@ -145,17 +145,17 @@ class PrefixIndex:
         """
         return self.beyond({worker: 0}, hashes, within).get(worker, 0)
 
-    def beyond(self, told: Mapping[str, int], hashes: Sequence[bytes], within: float) -> dict[str, int]:
+    def beyond(self, known: Mapping[str, int], hashes: Sequence[bytes], within: float) -> dict[str, int]:
         """The same for those of some workers that are believed to hold more than is known of them.
 
         Args:
-            told: The known pages of each worker: one look at the next page shows whether there are more.
+            known: The known pages of each worker: one look at the next page shows whether there are more.
             hashes: The prompt's page hashes.
             within: Only pages used in this many seconds before now count.
         """
         found: dict[str, int] = {}
         since, most, all_held = self._clock() - within, len(hashes), self._held
-        for worker, pages in told.items():
+        for worker, pages in known.items():
             held = all_held.get(worker)
             if not held or pages >= most or held.get(hashes[pages], _NEVER) <= since:  # later pages were used no later
                 continue

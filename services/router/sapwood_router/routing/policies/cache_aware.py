@@ -140,13 +140,13 @@ class CacheAware:
             addresses = [view.address for view in workers if view.page_size == size]
             hashes = prompt.hashes(size)
             exact |= blocks.overlaps(hashes, stores, addresses)
-            told = {}  # by events: only a placement of more pages than these can change the answer
+            known = {}  # by events: only a placement of more pages than these can change the answer
             for address in addresses:
                 if blocks.knows(address):
-                    told[address] = int(exact.get(address, _NOTHING)[1])
+                    known[address] = int(exact.get(address, _NOTHING)[1])
                 elif (pages := index.overlap(address, hashes)) > 0:
                     sent[address] = pages
-            sent |= index.beyond(told, hashes, _EVENT_SECONDS)
+            sent |= index.beyond(known, hashes, _EVENT_SECONDS)
             if hot.handing:
                 handed |= {address: HANDED_WEIGHT * hot.handed(address, hashes) for address in addresses}
         found = [(view.address, view.page_size, *exact.get(view.address, _NOTHING)) for view in workers]

@@ -206,10 +206,10 @@ class Backend:
         async with response:
             if response.status != 200:
                 try:
-                    told = await _read(response, _MOST_ERROR_BYTES)
+                    content = await _read(response, _MOST_ERROR_BYTES)
                 except (aiohttp.ClientError, TimeoutError, OSError, SapwoodError):
-                    told = b""
-                raise error_of_answer(self.spec.address, response.status, told, response.headers)
+                    content = b""
+                raise error_of_answer(self.spec.address, response.status, content, response.headers)
             coding = response.headers.get("content-encoding", "identity")
             if coding != "identity":  # unpacked, a few bytes can be gigabytes
                 raise InternalError(f"backend {self.spec.address} answered in {coding[:20]}, which was not asked for")
@@ -331,16 +331,16 @@ def error_of_answer(address: str, status: int, body: bytes, headers: Mapping[str
     return InternalError(what) if status == 500 else UnavailableError(what, retry_after=retry_after or 1.0)
 
 
-def error_of_event(address: str, told: Any) -> SapwoodError:
+def error_of_event(address: str, detail: Any) -> SapwoodError:
     """The error that an event with ``error`` stands for."""
     status = 500
-    if isinstance(told, dict):
-        kind, code = told.get("type"), told.get("code")
+    if isinstance(detail, dict):
+        kind, code = detail.get("type"), detail.get("code")
         if isinstance(code, int) and 400 <= code <= 599:
             status = code
         elif isinstance(kind, str):
             status = _STATUS_OF_TYPE.get(kind, 500)
-    return error_of_answer(address, status, msgspec.json.encode({"error": told}), {})
+    return error_of_answer(address, status, msgspec.json.encode({"error": detail}), {})
 
 
 def _said(body: bytes) -> tuple[str, str | None]:

@@ -66,7 +66,7 @@ _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z0-9_.]+)\.(weight|bias)")
 
 
 def block_of(stored: str) -> int | None:
-    """The layer that a tensor of the file is of; None: of none."""
+    """The number of the layer that a tensor of the file belongs to; None: it belongs to the whole model."""
     match = _NAME.fullmatch(stored)
     return None if match is None or match[1] is None else int(match[1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -120,13 +120,16 @@ class Layer(nn.Module):
         """The weights after whose change :meth:`finish` is to be called again."""
         return self.slots().keys()
 
-    def rebuilt(self) -> LinearMethod:
-        """A new method for its weights, to be filled and finished; only where :attr:`renewal` is ``rebuild``."""
-        raise NotImplementedError
-
-    def put_method(self, method: LinearMethod) -> LinearMethod:
-        """Computes with another method from now on; returns the one before. Only where :attr:`renewal` is ``rebuild``."""
-        raise NotImplementedError
-
     def _all(self) -> Iterator[Layer]:
         return (each for each in self.modules() if isinstance(each, Layer))
+
+
+@runtime_checkable
+class RebuiltLayer(Protocol):
+    """A layer whose weights may be of a method that is exchanged as a whole: where its ``renewal`` is ``rebuild``."""
+
+    def rebuilt(self) -> LinearMethod:
+        """A new method for its weights, to be filled and finished. Changes nothing."""
+
+    def put_method(self, method: LinearMethod) -> LinearMethod:
+        """Computes with another method from now on; returns the one before."""

@@ -191,17 +191,17 @@ class LoraStore:
                 held, facts = self._read(lora)
             # Before the others know that it is there: a step with it may come at once.
             self._adapters[lora.number] = held
-            told = _Told("", "", facts.digest, facts.bytes)
+            own = _Told("", "", facts.digest, facts.bytes)
         except Exception as error:  # the other ranks wait for what this one has to tell
             failed = error
             if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 failed = ResourceExhaustedError(f"there is no memory for adapter {lora.name}")
-            told = _Told(type(failed).__name__, str(failed), b"", 0)
+            own = _Told(type(failed).__name__, str(failed), b"", 0)
         try:
-            ranks = self._notes.exchange(f"adapter {lora.number}", told, _Told)
+            ranks = self._notes.exchange(f"adapter {lora.number}", own, _Told)
             if failed is not None:
                 raise failed
-            _assure_alike(lora, ranks, told)
+            _assure_alike(lora, ranks, own)
         except BaseException:
             self.drop(lora.number)
             raise

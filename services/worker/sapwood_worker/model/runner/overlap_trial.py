@@ -318,8 +318,10 @@ def try_micro_batches(runner: ModelRunner, pool: DevicePool, parallel: Parallel,
         if several > _GAIN * one and not always:
             break
         chosen, size = size, size // 2
-    told = f"{stages} at once from {chosen} requests on" if chosen else "one at a time: more at once take as long"
-    logger.info("pipeline: steps of decodes: %s (a token of each by one, and by %d: %s)", told, stages, "; ".join(said))
+    choice = f"{stages} at once from {chosen} requests on" if chosen else "one at a time: more at once take as long"
+    logger.info(
+        "pipeline: steps of decodes: %s (a token of each by one, and by %d: %s)", choice, stages, "; ".join(said)
+    )
     micro_batches = {"micro_batches_from": chosen} if chosen else {"micro_batches": 1}
     runner.info = msgspec.structs.replace(info, **micro_batches)
 

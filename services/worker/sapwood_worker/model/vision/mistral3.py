@@ -132,7 +132,7 @@ class Mistral3Vision(Vision):
     def __init__(self, files: VisionFiles) -> None:
         super().__init__()
         if files.vision.get("model_type", "pixtral") != "pixtral" or files.config.get("vision_feature_layer", -1) != -1:
-            raise ValueError("a tower other than Pixtral's, or of which not the last layer is taken, is not supported")
+            raise ValueError("only Pixtral's tower is supported, and only with vision_feature_layer -1")
         self.token = files.token("image_token_index", "image_token_id")
         self._merge = int(files.config.get("spatial_merge_size", 2))
         self._normalise = Normaliser(files.processor, CLIP_MEAN, CLIP_STD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -80,3 +81,18 @@ async def test_trees_that_are_none_are_refused(cluster: Any, continuations: list
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"].startswith("continuations")
+
+
+async def test_a_prompt_of_tokens_is_held_once_however_many_continue_it(cluster: Any) -> None:
+    prompt = [*range(5, 50_005)]
+    tracemalloc.start()
+    answer = await cluster.http.post(
+        "/v1/score_tree", json={"prompt": prompt, "continuations": [[token] for token in range(1000)]}
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert answer.status_code == 501, "the fake scores nothing"
+    (call,) = cluster.calls()
+    assert list(call.request.token_ids) == prompt
+    assert [list(node.token_ids) for node in call.request.continuations] == [[token] for token in range(1000)]
+    assert peak < 64 << 20, "each path with the prompt would be 400 MB"

@@ -2,7 +2,8 @@
 
 Algorithm. Each path's text is encoded together with the prompt, because the tokenizer may join them at their border. The prompt
 of the worker's request is what all sequences begin with, and the rest of them is a trie. So tokens that several paths share are
-computed once, whatever the shape in which the client gave them. O(tokens of all paths).
+computed once, whatever the shape in which the client gave them. O(tokens of prompt and continuations), and where these are texts
+O(tokens of all paths).
 """
 
 from __future__ import annotations
@@ -127,13 +128,16 @@ async def score(pipeline: Pipeline, request: ScoreRequest) -> Scores:
     texts, tokens = _flat(request.continuations)
     alone = _context(request, request.prompt)
     await pipeline.prepare(alone)
+    before: list[int] = []
     heads = [*alone.token_ids]
-    sequences = [[*heads, *each] for each in tokens]
     if texts:
         sequences = await _encoded(pipeline, request, alone, texts)
+    else:  # all continue the whole prompt: its last token stands for it, since each path would hold it again
+        before, heads = heads[:-1], heads[-1:]
+        sequences = [[*heads, *each] for each in tokens]
     stint = pipeline.heavy.stint(request.caller.tenant)
     planned = await in_turns(_plan(heads, sequences, unconditional=request.unconditional), stint)
-    asked = [_context(request, TokenPrompt(planned.begun.prompt), planned.begun.nodes, alone)]
+    asked = [_context(request, TokenPrompt([*before, *planned.begun.prompt]), planned.begun.nodes, alone)]
     asked += [_context(request, TokenPrompt(tree.prompt), tree.nodes) for tree in planned.bare.values()]
     found = await _run(pipeline, asked)
     return Scores(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import MagicMock
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -172,8 +172,16 @@ class _Asked:
     """The requests of openai-python's tests, made for a mock that takes everything.
 
     An answer that they ask for by a made-up id is made, so that it is there. An argument that is refused, and that
-    ``suite_reasons.toml`` has a reason for, is left out, so that the others are tried.
+    ``suite_reasons.toml`` has a reason for, is left out, so that the others are tried. An answer without a bound gets one:
+    they look at its type, and what the model writes may have no end.
     """
+
+    bounds: ClassVar = {
+        "/chat/completions": "max_completion_tokens",
+        "/completions": "max_tokens",
+        "/responses": "max_output_tokens",
+        "/responses/compact": "max_output_tokens",
+    }
 
     ids = re.compile(r"resp_677efb5139a88190b512bc3fef8e535d|(?<=/)response_id\b|\bresp_123\b|\bprevious_response_id\b")
 
@@ -189,9 +197,11 @@ class _Asked:
         body = options.json_data
         if isinstance(body, dict) and self.ids.fullmatch(str(body.get("previous_response_id", ""))):
             options.json_data = body = body | {"previous_response_id": self._make_response()}
-        while isinstance(body, dict) and (wrong := self._wrong(options.url, body)) in self._refused:
+        bound = {self.bounds[options.url]: 16} if options.url in self.bounds else {}
+        while isinstance(body, dict) and (wrong := self._wrong(options.url, bound | body)) in self._refused:
             self.left_out.add(str(wrong))
-            options.json_data = body = {name: value for name, value in body.items() if name != wrong}
+            body = {name: value for name, value in body.items() if name != wrong}
+        options.json_data = bound | body if isinstance(body, dict) and body else body
 
     def _make_response(self) -> str:
         asked = {"model": "demo", "input": "Hi", "max_output_tokens": 1, "background": True}

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from sapwood_common.errors import ConfigError, UnavailableError
 from sapwood_router.store.opening import open_store
-from sapwood_router.store.records import CHILDREN, COUNTED, FILES, GROUPS, KEPT, MOST_AT_ONCE, Record, Retention
+from sapwood_router.store.records import (
+    CHILDREN,
+    COUNTED,
+    FILES,
+    GROUPS,
+    KEPT,
+    MOST_AT_ONCE,
+    PARENTS,
+    Record,
+    Retention,
+)
 
 KINDS, TENANTS, KEYS = sorted(GROUPS), ["", "alice", "bob"], ["a", "b", "c"]
 STEPS = st.tuples(
@@ -34,15 +44,17 @@ class Model:
     def do(self, step: str, record: Record) -> Any:
         at = record.kind, record.tenant, record.key
         known = self.records.get(at)
+        has_place = record.kind not in PARENTS or (PARENTS[record.kind], record.tenant, record.parent) in self.records
         if step == "put":
-            self._write(record, 0 if known is None else known.version + 1)
-            return None
+            if has_place:
+                self._write(record, 0 if known is None else known.version + 1)
+            return has_place
         if step == "add":
-            if known is None:
+            if known is None and has_place:
                 self._write(record, 0)
-            return known is None
+            return known is None and has_place
         if step == "swap":
-            matches = known is not None and known.version == record.version
+            matches = known is not None and known.version == record.version and has_place
             if matches:
                 self._write(record, record.version + 1)
             return matches
@@ -138,22 +150,37 @@ async def test_of_many_who_swap_one_version_one_does(open_one) -> None:
 
 async def test_a_write_of_several_records_is_whole_or_not_at_all(open_one) -> None:
     async with open_one() as store:
-        wrong = Record("item", "t", "b", None)  # type: ignore[arg-type]
+        wrong = Record("response", "t", "b", None)  # type: ignore[arg-type]
         with pytest.raises((UnavailableError, TypeError, AttributeError)):
-            await store.put([Record("item", "t", "a", b""), wrong])
-        assert await store.every("item") == []
-        await store.put([Record("item", "t", "c", b"")])
-        assert [record.key for record in await store.every("item")] == ["c"]
+            await store.put([Record("response", "t", "a", b""), wrong])
+        assert await store.every("response") == []
+        await store.put([Record("response", "t", "c", b"")])
+        assert [record.key for record in await store.every("response")] == ["c"]
+
+
+async def test_nothing_is_put_below_what_is_not_there(open_one) -> None:
+    async with open_one() as store:
+        for parent, child in CHILDREN.items():
+            below = Record(child, "t", "c", bytes(9000), "p", 1)
+            assert not await store.put([below, Record(parent, "t", "other", b"")])
+            assert not await store.add(below)
+            assert not await store.put([Record(child, "u", "c", b"", "p", 1)]), "a parent of another tenant is none"
+            assert await store.every(child) == []
+            assert await store.put([Record(parent, "t", "p", b""), below])
+            assert not await store.swap(Record(child, "t", "c", b"", "q", 1))
+            assert await store.delete(parent, "t", "p")
+            assert not await store.put([below])
+            assert await store.every(child) == []
 
 
 async def test_a_file_is_read_again_and_by_its_owner_alone(tmp_path) -> None:
     path = tmp_path / "below" / "store.sqlite"
     retention = Retention(10, 10**9)
     first, second = (open_store(f"sqlite:{path}", 0, retention) for _ in range(2))
-    await first.put([Record("response", "t", "a", b"body")])
+    await first.put([Record("response", "t", "a", b"body"), Record("batch", "t", "b", b"")])
     assert (await second.get("response", "t", "a")).body == b"body"
     await asyncio.gather(
-        *(store.add(Record("line", "t", f"{n}", b"")) for n in range(200) for store in (first, second))
+        *(store.add(Record("line", "t", f"{n}", b"", "b")) for n in range(200) for store in (first, second))
     )
     assert len(await first.every("line", limit=1000)) == 200
     await first.close()
@@ -206,7 +233,7 @@ async def test_nothing_of_a_tenant_is_left_in_redis_after_it_is_forgotten(redis_
             return set(client.keys("*"))
 
     store = open_store(redis_url, 0, Retention(10, 10**9))
-    await store.put([Record(kind, "t", "a", b"body", "p", 7, 99) for kind in GROUPS])
+    await store.put([Record(kind, "t", "a", b"body", "a", 7, 99) for kind in GROUPS])
     await store.put([Record("file", "t", "f", b""), Record("chunk", "t", "f/0", b"", "f", 0)])
     assert await keys()
     assert await store.forget("t") == len(GROUPS) + 2
@@ -219,11 +246,13 @@ async def test_nothing_of_a_tenant_is_left_in_redis_after_it_is_forgotten(redis_
 
 async def test_routers_that_share_a_redis_see_each_others_records(redis_url) -> None:
     first, second = (open_store(redis_url, 0, Retention(10, 10**9)) for _ in range(2))
+    batch = Record("batch", "t", "b", b"")
+    await first.put([batch])
     await asyncio.gather(
-        *(store.add(Record("line", "t", f"{n}", b"")) for n in range(200) for store in (first, second))
+        *(store.add(Record("line", "t", f"{n}", b"", "b")) for n in range(200) for store in (first, second))
     )
     assert len(await first.every("line", limit=1000)) == 200
-    assert await second.total("t", FILES) == (0, 200 * Record("line", "t", "0", b"").size)
+    assert await second.total("t", FILES) == (1, 201 * batch.size)
     await first.close()
     await second.close()
 
@@ -232,6 +261,7 @@ async def test_routers_that_share_a_redis_see_each_others_records(redis_url) -> 
 async def test_one_call_gives_no_more_large_records_than_fit_into_memory(open_one) -> None:
     body = bytes(MOST_AT_ONCE * 2 // 5)
     async with open_one() as store:
+        await store.put([Record("conversation", "a", "c", b"")])
         for number in range(5):
             parent = f"r{number - 1}" if number else ""
             await store.put([Record("item", "a", f"i{number}", body, parent="c", position=number)])

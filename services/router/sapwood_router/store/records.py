@@ -33,6 +33,8 @@ GROUPS = {
 """All kinds. A ``job`` is a batch that is not finished, a ``rerun`` the request of a background response that is not."""
 CHILDREN = {"conversation": "item", "file": "chunk", "batch": "line"}
 """Kinds whose records have others below them, and the kind of those."""
+PARENTS = {below: kind for kind, below in CHILDREN.items()}
+"""Kinds whose records are below others, and the kind of those. None is there without its parent: nothing would make it go."""
 COUNTED = frozenset(GROUPS) - frozenset(CHILDREN.values()) - {"job", "rerun"}
 """Kinds that count as records of their tenant; of the others only the bytes count."""
 OVERHEAD = 512
@@ -94,16 +96,18 @@ class Retention:
 class Store(Protocol):
     """Keeps records. All methods raise ``UnavailableError`` if the store does not answer, is full or is closed."""
 
-    async def put(self, records: Sequence[Record]) -> None:
-        """Writes records, all or none, in the place of others with their keys."""
+    async def put(self, records: Sequence[Record]) -> bool:
+        """Writes records, all or none, in the place of others with their keys. One whose parent is not there, nor before it
+        among these, is left out; returns whether none was."""
         ...
 
     async def add(self, record: Record) -> bool:
-        """Writes a record unless there is one with its key; returns whether it did."""
+        """Writes a record unless there is one with its key, or its parent is not there; returns whether it did."""
         ...
 
     async def swap(self, record: Record) -> bool:
-        """Replaces a record whose version is still ``record.version``, which grows by one; returns whether it did."""
+        """Replaces a record whose version is still ``record.version``, which grows by one, unless its parent is not there;
+        returns whether it did."""
         ...
 
     async def get(self, kind: str, tenant: str, key: str) -> Record | None:

@@ -34,6 +34,7 @@ from sapwood_router.store.records import (
     KEPT,
     MOST_AT_ONCE,
     OVERHEAD,
+    PARENTS,
     Record,
     Retention,
     can_be_key,
@@ -55,6 +56,7 @@ _SCRIPT = "\n".join(
     (
         _table("GROUPS", GROUPS),
         _table("CHILDREN", CHILDREN),
+        _table("PARENTS", PARENTS),
         _table("COUNTED", dict.fromkeys(sorted(COUNTED), "1")),
         _table("GIVES_WAY", dict.fromkeys(sorted(_KEPT_KINDS), "1")),
         f"local OVERHEAD, KEPT, MOST_AT_ONCE = {OVERHEAD}, '{KEPT}', {MOST_AT_ONCE}",
@@ -81,6 +83,11 @@ local function use(kind, tenant, key, now)
     call('ZADD', P .. 'u:' .. tenant, now, kind .. '\0' .. key)
     call('ZADD', P .. 'u', now, kind .. '\0' .. tenant .. '\0' .. key)
   end
+end
+
+-- Whether the record that one of this kind is below is there; true where it is below none.
+local function has_place(kind, tenant, parent)
+  return not PARENTS[kind] or call('EXISTS', key_of(PARENTS[kind], tenant, parent)) == 1
 end
 
 local function write(kind, tenant, key, body, parent, position, expires, now)
@@ -161,13 +168,17 @@ local A = ARGV
 local operations = {}
 
 function operations.put()
-  local tenants = {}
+  local tenants, all = {}, 1
   for at = 5, #A, 7 do
-    write(A[at], A[at + 1], A[at + 2], A[at + 3], A[at + 4], A[at + 5], A[at + 6], A[2] + (at - 5) / 7)
+    if has_place(A[at], A[at + 1], A[at + 4]) then
+      write(A[at], A[at + 1], A[at + 2], A[at + 3], A[at + 4], A[at + 5], A[at + 6], A[2] + (at - 5) / 7)
+    else
+      all = 0
+    end
     if GROUPS[A[at]] == KEPT then tenants[#tenants + 1] = A[at + 1] end
   end
   for _, tenant in ipairs(tenants) do make_room(tenant, A[3], A[4]) end
-  return 1
+  return all
 end
 
 function operations.add()
@@ -177,7 +188,7 @@ end
 
 function operations.swap()
   local version = call('HGET', key_of(A[3], A[4], A[5]), 'version')
-  if not version or tonumber(version) ~= tonumber(A[10]) then return 0 end
+  if not version or tonumber(version) ~= tonumber(A[10]) or not has_place(A[3], A[4], A[7]) then return 0 end
   write(A[3], A[4], A[5], A[6], A[7], A[8], A[9], A[2])
   return 1
 end
@@ -305,10 +316,9 @@ class RedisStore:
         self._latest = 0
         self._closed = False
 
-    async def put(self, records: Sequence[Record]) -> None:
+    async def put(self, records: Sequence[Record]) -> bool:
         """See :class:`Store`."""
-        if records:
-            await self._put("put", records)
+        return not records or bool(await self._put("put", records))
 
     async def add(self, record: Record) -> bool:
         """See :class:`Store`."""

@@ -15,7 +15,17 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from sapwood_router.store.records import CHILDREN, COUNTED, GROUPS, KEPT, MOST_AT_ONCE, Record, Retention, can_be_key
+from sapwood_router.store.records import (
+    CHILDREN,
+    COUNTED,
+    GROUPS,
+    KEPT,
+    MOST_AT_ONCE,
+    PARENTS,
+    Record,
+    Retention,
+    can_be_key,
+)
 
 Row = Sequence[Any]
 T = TypeVar("T")
@@ -71,8 +81,8 @@ class SqlStore:
         self._clock = clock
         self._latest = 0
 
-    async def put(self, records: Sequence[Record]) -> None:
-        await self._driver.run(partial(self._put, records), writes=True)
+    async def put(self, records: Sequence[Record]) -> bool:
+        return await self._driver.run(partial(self._put, records), writes=True)
 
     async def add(self, record: Record) -> bool:
         return await self._driver.run(partial(self._add, record), writes=True)
@@ -171,8 +181,12 @@ class SqlStore:
         self._latest = max(self._latest + 1, int(self._clock() * 1e6))
         return self._latest
 
-    def _put(self, records: Sequence[Record]) -> Operation[None]:
+    def _put(self, records: Sequence[Record]) -> Operation[bool]:
+        left_out = False
         for record in records:
+            if not (yield from _has_place(record)):
+                left_out = True
+                continue
             rows = yield f"SELECT length(body) FROM sapwood_records WHERE {_KEY}", _key_of(record)
             if rows:
                 earlier = record.size - len(record.body) + int(rows[0][0])
@@ -186,6 +200,7 @@ class SqlStore:
                 yield from self._insert(record)
         for tenant in dict.fromkeys(record.tenant for record in records if GROUPS[record.kind] == KEPT):
             yield from self._make_room(tenant)
+        return not left_out
 
     def _insert(self, record: Record) -> Operation[bool]:
         rows = yield (
@@ -198,14 +213,14 @@ class SqlStore:
         return bool(rows)
 
     def _add(self, record: Record) -> Operation[bool]:
-        added = yield from self._insert(record)
+        added = (yield from _has_place(record)) and (yield from self._insert(record))
         if added and GROUPS[record.kind] == KEPT:
             yield from self._make_room(record.tenant)
         return added
 
     def _swap(self, record: Record) -> Operation[bool]:
         rows = yield f"SELECT length(body) FROM sapwood_records WHERE {_KEY}", _key_of(record)
-        if not rows:
+        if not rows or not (yield from _has_place(record)):
             return False
         earlier = record.size - len(record.body) + int(rows[0][0])
         changed = yield (
@@ -298,6 +313,13 @@ class SqlStore:
         for kind, tenant, key in gone:
             yield from self._delete(kind, tenant, key)
         return len(gone)
+
+
+def _has_place(record: Record) -> Operation[bool]:
+    """Whether the record that it is below is there; True where it is below none."""
+    if (kind := PARENTS.get(record.kind)) is None:
+        return True
+    return bool((yield f"SELECT 1 FROM sapwood_records WHERE {_KEY}", (kind, record.tenant, record.parent)))
 
 
 def _count(tenant: str, kind: str, records: int, size: int) -> Operation[None]:

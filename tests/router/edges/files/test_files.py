@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import msgspec
 import openai
@@ -112,6 +114,27 @@ async def test_an_upload_that_breaks_off_leaves_nothing(make_cluster, wait_until
 
         while await left():
             pass
+
+
+async def test_an_upload_whose_file_is_forgotten_meanwhile_fails_and_leaves_nothing(make_cluster, wait_until) -> None:
+    async with make_cluster(1) as cluster:
+        store = cluster.router._store
+
+        async def pieces(rest: int):
+            yield b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"y" * 300_000
+            while not await store.every("chunk"):
+                await asyncio.sleep(0.01)
+            await store.forget("")  # as when it expires
+            yield b"y" * rest + b"\r\n--x--\r\n"
+
+        for rest in (300_000, 0):
+            answer = await cluster.http.post(
+                FILES, content=pieces(rest), headers={"content-type": "multipart/form-data; boundary=x"}
+            )
+            assert answer.status_code == 404
+            assert "was deleted before" in answer.text
+            assert await store.every("file") == await store.every("chunk") == []
 
 
 async def test_files_of_other_tenants_are_not_there(make_cluster, tmp_path) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import openai
 import pytest
 
+from sapwood_common.errors import NotFoundError
 from sapwood_common.tenants.api_keys import hash_key, make_key
 from sapwood_router.edges.responses import store as kept
 from sapwood_router.store import sql
@@ -201,3 +202,38 @@ async def test_a_conversation_of_more_bytes_than_a_request_may_have_is_listed_in
         with pytest.raises(openai.BadRequestError, match="more than 10000 bytes") as caught:
             await client.responses.create(model="fake", input="go", previous_response_id=last.id)
         assert caught.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_an_answer_leaves_nothing_of_a_conversation_that_is_forgotten_meanwhile(
+    make_cluster, url, wait_until, keeps
+) -> None:
+    async with make_cluster(1, store=url) as cluster:
+        store, script = cluster.router._store, cluster.workers[0].script
+        made = await cluster.openai.conversations.create(items=[HELLO])
+        script.gate = asyncio.Event()
+        asked = asyncio.create_task(
+            cluster.openai.responses.create(model="fake", input="x" * 1000, conversation=made.id, store=keeps)
+        )
+        await wait_until(lambda: any(call.outcome == "running" for call in cluster.calls()))
+        await cluster.openai.conversations.delete(made.id)
+        script.gate.set()
+        assert (await asked).status == "completed"
+        assert await store.every("item") == []
+
+
+async def test_what_is_changed_while_it_is_forgotten_does_not_come_back(make_cluster) -> None:
+    async with make_cluster(1) as cluster:
+        store = cluster.router._store
+        conversations = kept.ConversationStore(store)
+        await conversations.create("t", "c", b"1")
+
+        def late(known: bytes) -> bytes:
+            asyncio.get_running_loop().create_task(store.delete("conversation", "t", "c"))
+            return b"2"
+
+        with pytest.raises(NotFoundError):
+            while True:
+                await conversations.change("t", "c", late)
+        assert await store.get("conversation", "t", "c") is None
+        assert not await conversations.add("t", "c", [{"id": "i"}])

@@ -187,6 +187,7 @@ class FileWriter:
 
         Raises:
             ResourceExhaustedError: The file or the tenant's files are too large.
+            NotFoundError: The file is gone: it has taken more than a day, or all of the tenant's was forgotten.
         """
         self._buffer += data
         self._made.bytes += len(data)
@@ -199,11 +200,17 @@ class FileWriter:
             del self._buffer[:_CHUNK]
 
     async def finish(self) -> FileObject:
-        """Ends the content; from now on the file is there."""
+        """Ends the content; from now on the file is there.
+
+        Raises:
+            NotFoundError: As :meth:`write`.
+        """
         if self._buffer:
             await self._put(bytes(self._buffer))
         self._made.status = "processed"
-        await self._store.put([_record(self._tenant, self._made, self._made.expires_at or 0)])
+        record = _record(self._tenant, self._made, self._made.expires_at or 0)
+        if not await self._store.swap(record) and await self._store.get("file", self._tenant, self._made.id) is None:
+            raise _gone(self._made.id)
         return self._made
 
     async def discard(self) -> None:
@@ -212,8 +219,13 @@ class FileWriter:
 
     async def _put(self, chunk: bytes) -> None:
         key = f"{self._made.id}/{self._chunks:08x}"
-        await self._store.put([Record("chunk", self._tenant, key, chunk, self._made.id, self._chunks)])
+        if not await self._store.put([Record("chunk", self._tenant, key, chunk, self._made.id, self._chunks)]):
+            raise _gone(self._made.id)
         self._chunks += 1
+
+
+def _gone(file_id: str) -> NotFoundError:
+    return NotFoundError(f"the file {file_id} was deleted before it had come to its end")
 
 
 def _record(tenant: str, made: FileObject, expires: int) -> Record:

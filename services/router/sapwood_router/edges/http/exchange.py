@@ -91,7 +91,7 @@ class Exchange:
         self.client_left = False
         self.extra_headers: Headers = ()
         self.stream_headers: Headers = _EVENTS
-        self.before_last: Callable[[], Awaitable[None]] | None = None
+        self.before_last: Callable[[], Awaitable[object]] | None = None
         self.resumes = request.resumes
         self.writable = request.writable
         self.write_events = request.write_chunk

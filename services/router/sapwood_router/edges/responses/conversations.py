@@ -86,7 +86,7 @@ class ConversationsApi:
         items = await _checked(exchange, given.get("items") or [], request.items or [])
         made = ConversationObject(f"conv_{secrets.token_hex(16)}", int(time.time()), checked_metadata(request.metadata))
         encoded = msgspec.json.encode(made)
-        await self._store.put(exchange.tenant, made.id, encoded, items)
+        await self._store.create(exchange.tenant, made.id, encoded, items)
         await exchange.send_body(200, encoded)
 
     async def change(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
@@ -99,19 +99,24 @@ class ConversationsApi:
         conversation_id, below, item_id = _names_in(exchange.path)
         if item_id:
             raise HttpError(404, f"{exchange.path} takes no POST")
-        known = msgspec.json.decode(await self._store.get(exchange.tenant, conversation_id), type=ConversationObject)
+        await self._store.get(exchange.tenant, conversation_id)
         given = decode_object(body)
         if below:
             request = convert(given, ItemsRequest, {}, left_out=exchange.left_out)
             items = await _checked(exchange, given["items"], request.items)
-            await self._store.add(exchange.tenant, conversation_id, items)
+            if not await self._store.add(exchange.tenant, conversation_id, items):
+                await self._store.get(exchange.tenant, conversation_id)  # it was forgotten meanwhile
             await exchange.send_body(200, listing(items, {"order": "asc", "limit": "100"}))
             return
         changed = convert(given, ConversationRequest, {"items": ([],)}, left_out=exchange.left_out)
-        known.metadata = checked_metadata(changed.metadata)
-        encoded = msgspec.json.encode(known)
-        await self._store.put(exchange.tenant, conversation_id, encoded)
-        await exchange.send_body(200, encoded)
+        metadata = checked_metadata(changed.metadata)
+
+        def with_metadata(known: bytes) -> bytes:
+            found = msgspec.json.decode(known, type=ConversationObject)
+            found.metadata = metadata
+            return msgspec.json.encode(found)
+
+        await exchange.send_body(200, await self._store.change(exchange.tenant, conversation_id, with_metadata))
 
     async def show(self, exchange: Exchange) -> None:
         """Shows a conversation, its items, or one of them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -61,7 +61,8 @@ class ResponseStore:
         return self._retention.most > 0
 
     async def put(self, tenant: str, response: StoredResponse, items: Sequence[Record] = ()) -> None:
-        """Keeps a response, in the place of others where there is no room, and the items of its conversation.
+        """Keeps a response, in the place of others where there is no room, and adds items to its conversation, if there still
+        is one.
 
         A response that is larger than all the room there is is not kept.
         """
@@ -125,8 +126,10 @@ class ConversationStore:
         self._store = store
         self._latest = 0
 
-    async def put(self, tenant: str, conversation_id: str, body: bytes, items: Sequence[dict[str, Any]] = ()) -> None:
-        """Writes a conversation, and adds items to it."""
+    async def create(
+        self, tenant: str, conversation_id: str, body: bytes, items: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Keeps a new conversation, and its first items."""
         record = Record("conversation", tenant, conversation_id, body)
         await self._store.put([record, *self.records(tenant, conversation_id, items)])
 
@@ -138,8 +141,22 @@ class ConversationStore:
         """
         found = await self._store.chain("conversation", tenant, conversation_id, 1)
         if not found:
-            raise NotFoundError(f"there is no conversation {conversation_id[:100]!r} here, or no longer", field=field)
+            raise _no_conversation(conversation_id, field)
         return found[0].body
+
+    async def change(self, tenant: str, conversation_id: str, change: Callable[[bytes], bytes]) -> bytes:
+        """Changes a conversation as it is at this moment; returns what it is now.
+
+        Raises:
+            NotFoundError: As :meth:`get`.
+        """
+        while True:
+            found = await self._store.get("conversation", tenant, conversation_id)
+            if found is None:
+                raise _no_conversation(conversation_id)
+            changed = change(found.body)
+            if await self._store.swap(msgspec.structs.replace(found, body=changed)):
+                return changed
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
         """Forgets a conversation and its items.
@@ -150,9 +167,9 @@ class ConversationStore:
         await self.get(tenant, conversation_id)
         await self._store.delete("conversation", tenant, conversation_id)
 
-    async def add(self, tenant: str, conversation_id: str, items: Sequence[dict[str, Any]]) -> None:
-        """Adds items at the end of a conversation."""
-        await self._store.put(self.records(tenant, conversation_id, items))
+    async def add(self, tenant: str, conversation_id: str, items: Sequence[dict[str, Any]]) -> bool:
+        """Adds items at the end of a conversation; returns whether there is one."""
+        return await self._store.put(self.records(tenant, conversation_id, items))
 
     def records(self, tenant: str, conversation_id: str, items: Sequence[dict[str, Any]]) -> list[Record]:
         """Items as records, to be put at the end of a conversation."""
@@ -225,6 +242,10 @@ class ConversationStore:
             if not page:
                 return [msgspec.json.decode(record.body) for record in found]
             after = page[-1].position, page[-1].key
+
+
+def _no_conversation(conversation_id: str, field: str | None = None) -> NotFoundError:
+    return NotFoundError(f"there is no conversation {conversation_id[:100]!r} here, or no longer", field=field)
 
 
 def _item_key(conversation_id: str, item_id: str) -> str:

@@ -31,7 +31,8 @@ PAGE = 16
 
 def answer(planned: Step) -> ModelOutput:
     """What a runner would say, at no cost."""
-    return ModelOutput(planned.number, [[7] * samples for samples in planned.samples.tolist()])
+    joined = [[7]] * len(planned.joins)
+    return ModelOutput(planned.number, [[7] * samples for samples in planned.samples.tolist()] + joined)
 
 
 def run(scheduler: Scheduler) -> None:

@@ -13,7 +13,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -368,6 +368,7 @@ class FakeRunner:
         for part in parts:
             if not self._sees(part):
                 self._spoil(part)
+        parts += self._joined(step, parts)
         tokens = [self._sampled(part) for part in parts]
         for part, sampled in zip(parts, tokens, strict=True):
             self._last_tokens[part.entry.row] = sampled[-1] if sampled else -1
@@ -419,6 +420,16 @@ class FakeRunner:
             assert self.info.states is not None and 0 <= snapshot < self.info.states.snapshots
             parts[at].saves[after] = snapshot
         return parts
+
+    def _joined(self, step: Step, parts: list[_Part]) -> list[_Part]:
+        """The requests that sample after a part's last token, as parts that compute what it does."""
+        masks = {} if step.masks is None else dict(zip(step.masked.tolist(), step.masks.result(), strict=True))
+        first = int(step.samples.sum())
+        joined = []
+        for place, (row, at) in enumerate(step.joins.tolist(), first):
+            assert row not in step.rows
+            joined.append(replace(parts[at], entry=self._entries[row], samples=1, masks=[masks.get(place)]))
+        return joined
 
     def _pooled(self, part: _Part) -> float:
         positions = np.arange(part.start, part.start + len(part.token_ids))

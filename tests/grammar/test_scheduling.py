@@ -107,6 +107,9 @@ def test_requests_with_and_without_grammar_share_batches_and_each_ends_as_it_sho
     alone, _, _ = run([Request(0, "r0", PROMPT, unbound[0])])
     assert tokens[0] == alone[0]
     assert last[0].finish_reason == "length"
+    alone, _, _ = run([constrained(grammar_store, compiled, 3, PROMPT)])
+    assert tokens[3] == alone[3]
+    assert [last[serial].cached_tokens for serial in range(4)] == [0, 5, 5, 5], "they have computed the prompt alone"
 
 
 def test_an_end_token_ends_an_output_to_which_more_could_be_added(

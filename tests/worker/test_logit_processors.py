@@ -74,6 +74,15 @@ def asked() -> list[Request]:
     ]
 
 
+def asked_of_one_prompt() -> list[Request]:
+    """Likewise, with the same prompt."""
+    wanted = [called(), (), called(fail_after=0), called(fail_after=2), called()]
+    return [
+        Request(serial, f"r{serial}", range(3, 30), SamplingParams(seed=serial, max_tokens=6, logit_processors=each))
+        for serial, each in enumerate(wanted)
+    ]
+
+
 def make_scheduler(runner: Any, drafter: Any = None, **settings: Any) -> Scheduler:
     sizes = {"context_length": 256, "max_running": 8, "max_step_tokens": 48}
     return scheduler_for(runner.info, drafter=drafter, eos_token_ids=frozenset({2}), **(sizes | settings))
@@ -126,6 +135,17 @@ def test_a_batch_a_retraction_and_drafts_change_no_token(make_runner: Any, tiny_
     assert all(drafted[serial][-1].drafted_tokens == 0 for serial in (0, 2, 5))
 
 
+def test_requests_that_share_a_prompts_last_logits_are_each_processed_alone(make_runner: Any, tiny_model: Any) -> None:
+    runner = make_runner(tiny_model("llama", **SHAPE).path)
+    alone: dict[int, list[int]] = {}
+    for request in asked_of_one_prompt():
+        alone |= tokens_of(run(make_scheduler(runner), runner, [request]))
+    found = run(make_scheduler(runner), runner, asked_of_one_prompt())
+    assert tokens_of(found) == alone
+    assert [found[serial][-1].cached_tokens for serial in range(5)] == [0, 27, 27, 27, 27]
+    assert [found[serial][-1].finish_reason == "error" for serial in range(5)] == [False, False, True, True, False]
+
+
 def test_a_request_that_goes_on_elsewhere_goes_on_alike(make_runner: Any, tiny_model: Any) -> None:
     runner = make_runner(tiny_model("llama", **SHAPE).path)
     whole = tokens_of(run(make_scheduler(runner), runner, asked()[:1]))[0]
@@ -159,8 +179,9 @@ def test_two_ranks_choose_the_same_tokens(make_runner: Any, tiny_model: Any) -> 
     path = tiny_model("llama", **SHAPE).path
     sizes = {"page_size": 16, "num_pages": 128, "max_running": 8}
 
-    def work(runner: Any) -> dict[int, list[int]]:
-        return tokens_of(run(make_scheduler(runner), runner, asked(), retract_at=8))
+    def work(runner: Any) -> list[dict[int, list[int]]]:
+        found = [run(make_scheduler(runner), runner, asked(), retract_at=8)]
+        return [*map(tokens_of, [*found, run(make_scheduler(runner), runner, asked_of_one_prompt())])]
 
     runner = make_runner(path, **sizes)
     assert run_group(2, path, work, **sizes) == work(runner)

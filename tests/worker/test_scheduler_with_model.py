@@ -208,6 +208,50 @@ def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_run
             assert answers[0][serial][:cut] + rest == answers[0][serial], "resumed from its prefix"
 
 
+@pytest.mark.parametrize(
+    ("name", "page_size", "max_step_tokens", "overlap"),
+    [
+        ("llama", 16, 512, False),
+        ("llama", 16, 7, True),
+        ("gemma3", 4, 512, True),
+        ("mistral-window", 16, 16, False),
+    ],
+)
+def test_answers_that_share_a_prompts_last_logits_are_those_of_separate_requests(
+    tiny_model: Any, make_runner: Any, name: str, page_size: int, max_step_tokens: int, overlap: bool
+) -> None:
+    runner = make_runner(tiny_model(name).path, page_size=page_size, num_pages=512 // page_size, max_running=9)
+    prompt = prompts()[4]
+    wanted = [
+        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2),
+        *(_setting(serial) for serial in range(6)),
+        SamplingParams(seed=7, max_tokens=TOKENS, ignore_eos=True, logprobs=1, allowed_token_ids=(5, 6, 7, 8)),
+        SamplingParams(seed=8, max_tokens=TOKENS, ignore_eos=True, bad_words_ids=((5,), (6, 7))),
+    ]
+
+    def answers(together: bool) -> tuple[dict[int, list[int]], dict[int, list[TokenLogprobs]], int]:
+        scheduler = scheduler_for(runner.info, max_step_tokens=max_step_tokens)
+        tokens: dict[int, list[int]] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        cached = 0
+        for serial, sampling in enumerate(wanted):
+            scheduler.add(Request(serial, f"r{serial}", prompt, sampling))
+            if not together or serial == len(wanted) - 1:
+                for output in drive(scheduler, runner, overlap):
+                    tokens.setdefault(output.serial, []).extend(output.token_ids)
+                    logprobs.setdefault(output.serial, []).extend(output.logprobs)
+                    cached += output.cached_tokens * (output.finish_reason is not None)
+        return tokens, logprobs, cached
+
+    apart, apart_logprobs, _ = answers(together=False)
+    joined, joined_logprobs, cached = answers(together=True)
+    assert cached == (len(wanted) - 1) * len(prompt), "not all of them have joined"
+    assert joined == apart
+    for serial in (0, 7):
+        pairs = zip(joined_logprobs[serial], apart_logprobs[serial], strict=True)
+        assert all(one.logprob == pytest.approx(other.logprob, abs=1e-4) for one, other in pairs)
+
+
 def _setting(serial: int, done: int = 0) -> SamplingParams:
     """Settings that differ between requests; ``done`` tokens of output are there already."""
     return SamplingParams(

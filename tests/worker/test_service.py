@@ -229,7 +229,8 @@ async def test_n_continuations_share_a_prompt_and_each_has_its_own_end(lend) -> 
             assert (usage.prompt_tokens, usage.completion_tokens) == (100, 20)
             assert responses[0].HasField("usage")
             cached.append(usage.cached_tokens)
-        assert sorted(cached) == [0, 99, 99, 99], "one computes the prompt, the others their last token"
+        # One computes the prompt. The others take its last logits, or compute them if they come after its step has begun.
+        assert sorted(cached)[0] == 0 and set(sorted(cached)[1:]) <= {99, 100}
 
 
 async def test_closing_a_call_ends_all_its_continuations_and_one_refused_refuses_all(start) -> None:

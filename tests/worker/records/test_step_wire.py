@@ -102,6 +102,7 @@ def steps(draw: st.DrawFn) -> Step:
         moves=draw(moves),
         lora_loads=draw(adapters),
         page_copies=draw(numbers(np.int64, draw(st.integers(0, 3)), 3)),
+        joins=draw(numbers(np.int64, draw(st.integers(0, 3)), 2)),
     )
 
 
@@ -120,6 +121,7 @@ def plain(step: Step) -> list[Any]:
         step.pages,
         step.masked,
         step.page_copies,
+        step.joins,
     )
     masks = None if step.masks is None else step.masks.result().tolist()
     moved = step.copies and (of(step.copies.store), of(step.copies.load), step.copies.fence, step.copies.loads)

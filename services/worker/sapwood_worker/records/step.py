@@ -134,6 +134,7 @@ Masks = npt.NDArray[np.int32]
 
 _NONE: IntArray = np.zeros(0, np.int64)
 _NO_SAVES: IntArray = np.zeros((0, 3), np.int64)
+_NO_JOINS: IntArray = np.zeros((0, 2), np.int64)
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -230,6 +231,9 @@ class Step:
         page_copies: int64 [C, 3]: pages that are copied on the device after ``copies`` and before the step computes: a group of
             the layout's components, the page, and the page that it is copied to. A step may have these only.
         saves: int64 [S, 3]: snapshots of states that are taken: a part, after how many of its tokens, and the snapshot's slot.
+        joins: int64 [J, 2]: further requests that sample after the last token of a part, which is the end of their prompt too:
+            their row, which no part has, and the part. Their sampled positions come after those of the parts. No part of such a
+            step has a draft.
     """
 
     number: int
@@ -253,6 +257,7 @@ class Step:
     scored: IntArray = field(default_factory=lambda: _NO_SAVES)
     saves: IntArray = field(default_factory=lambda: _NO_SAVES)
     page_copies: IntArray = field(default_factory=lambda: _NO_SAVES)
+    joins: IntArray = field(default_factory=lambda: _NO_JOINS)
 
     def settle(self) -> None:
         """Waits for late tokens and fills them in, for code that must know them."""
@@ -267,11 +272,14 @@ class Step:
     def sampled(self) -> IntArray:
         """int64 [R]: after which of the T tokens to sample. O(parts)."""
         ends = np.cumsum(self.counts)
-        return _last_of_each(ends, self.samples)
+        places = _last_of_each(ends, self.samples)
+        return np.concatenate((places, ends[self.joins[:, 1]] - 1)) if len(self.joins) else places
 
     def sampled_positions(self) -> IntArray:
         """int64 [R]: the positions of the sampled tokens. O(parts)."""
-        return _last_of_each(self.starts + self.counts + 1, self.samples)
+        ends = self.starts + self.counts
+        positions = _last_of_each(ends + 1, self.samples)
+        return np.concatenate((positions, ends[self.joins[:, 1]])) if len(self.joins) else positions
 
 
 def _last_of_each(ends: IntArray, counts: IntArray) -> IntArray:
@@ -286,7 +294,8 @@ class ModelOutput:
     Attributes:
         step: The step it answers.
         token_ids: For each part, the tokens that it sampled, up to the first that differs from the draft: the same tokens as
-            separate steps would sample. The last is -1 if the model's logits were not finite numbers there.
+            separate steps would sample. The last is -1 if the model's logits were not finite numbers there. Then the token of
+            each of the step's ``joins``, which counts as a further part in ``logprobs`` and ``failures``.
         copied: Stores that have ended since the last report, of any step.
         logprobs: The log probabilities of ``token_ids`` (none for -1), by the part's index, if they were asked for.
         failures: By a part's index, the error of a logit processor that made its token -1.

@@ -18,10 +18,10 @@ from sapwood_worker.records.expert_load import ExpertMove
 from sapwood_worker.records.lora import LoraLoad
 from sapwood_worker.records.step import Copies, Entry, IntArray, LateMasks, Masks, Step
 
-_MAGIC = 0x5345_5453_0008
-_FIELDS = 14
+_MAGIC = 0x5345_5453_0009
+_FIELDS = 15
 (
-    _, _BYTES, _NUMBER, _PARTS, _TOKENS, _WIDTH, _MASKED, _RECORDS, _RANKS, _DECODES, _AGAIN, _SAVES, _SCORED, _COPIES,
+    _, _BYTES, _NUMBER, _PARTS, _TOKENS, _WIDTH, _MASKED, _RECORDS, _RANKS, _DECODES, _AGAIN, _SAVES, _SCORED, _COPIES, _JOINS,
 ) = range(_FIELDS)  # fmt: skip
 
 _Records = tuple[tuple[Entry, ...], Copies | None, tuple[ExpertMove, ...], tuple[LoraLoad, ...]]
@@ -54,16 +54,18 @@ def encode(step: Step) -> bytearray:
         len(step.saves),
         len(step.scored),
         len(step.page_copies),
+        len(step.joins),
     )
     header = np.array((*numbers, *ends), np.int64)
     header[_BYTES] = _size(header)
     buffer = bytearray(int(header[_BYTES]))
     np.frombuffer(buffer, np.int64, _FIELDS)[:] = header
-    places, tokens, masked, ranks, again, saves, scored, copies, pages, packed = _views(header, buffer)
+    places, tokens, masked, ranks, again, saves, scored, copies, joins, pages, packed = _views(header, buffer)
     for place, array in zip(places, (step.rows, step.starts, step.counts, step.samples), strict=True):
         place[:] = array
     tokens[:], masked[:], ranks[:], pages[:] = step.token_ids, step.masked, step.rank_tokens, step.pages
     again[:], saves[:], scored[:], copies[:] = step.again, step.saves, step.scored, step.page_copies
+    joins[:] = step.joins
     packed[:] = np.frombuffer(records, np.uint8)
     return buffer
 
@@ -83,7 +85,7 @@ def read(buffer: bytearray, masks: LateMasks | None = None) -> Step:
     header = np.frombuffer(buffer, np.int64, _FIELDS)
     if header[0] != _MAGIC or (header < 0).any() or not _size(header) == header[_BYTES] <= len(buffer):
         raise ValueError("the buffer does not hold a whole step")
-    parts, tokens, masked, ranks, again, saves, scored, page_copies, pages, records = _views(header, buffer)
+    parts, tokens, masked, ranks, again, saves, scored, page_copies, joins, pages, records = _views(header, buffer)
     entries, copies, moves, loads = _decoder.decode(records.data) if len(records) else ((), None, (), ())
     rows, starts, counts, samples = parts
     late = masks if len(masked) else None
@@ -92,6 +94,7 @@ def read(buffer: bytearray, masks: LateMasks | None = None) -> Step:
     )
     step.rank_tokens, step.decodes = ranks, bool(header[_DECODES])
     step.again, step.saves, step.scored, step.page_copies = again, saves, scored, page_copies
+    step.joins = joins
     return step
 
 
@@ -107,7 +110,7 @@ def read_masks(buffer: bytearray, count: int) -> Masks:
 
 def _shapes(header: IntArray) -> tuple[tuple[type[np.generic], tuple[int, ...]], ...]:
     """The arrays behind a header, in order: dtype and shape."""
-    _, _, _, parts, tokens, width, masked, records, ranks, _, again, saves, scores, copies = header.tolist()
+    _, _, _, parts, tokens, width, masked, records, ranks, _, again, saves, scores, copies, joins = header.tolist()
     return (
         (np.int64, (4, parts)),
         (np.int64, (tokens,)),
@@ -117,6 +120,7 @@ def _shapes(header: IntArray) -> tuple[tuple[type[np.generic], tuple[int, ...]],
         (np.int64, (saves, 3)),
         (np.int64, (scores, 3)),
         (np.int64, (copies, 3)),
+        (np.int64, (joins, 2)),
         (np.int32, (parts, width)),
         (np.uint8, (records,)),
     )

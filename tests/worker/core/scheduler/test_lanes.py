@@ -21,7 +21,7 @@ def run(micro_batches: int, tokens: int) -> Scheduler:
     scheduler = Scheduler(config)
     for serial in range(4):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        scheduler.add(Request(serial, f"r{serial}", [1, 2, 3], params))
+        scheduler.add(Request(serial, f"r{serial}", [serial, 2, 3], params))
     steps: list[Step] = []
     while scheduler.has_work:
         while len(steps) < micro_batches and scheduler.plans_ahead and (step := scheduler.schedule()):
@@ -52,7 +52,7 @@ def decodes(
     scheduler = Scheduler(config)
     for serial in range(requests):
         params = SamplingParams(max_tokens=99, ignore_eos=True)
-        scheduler.add(Request(serial, f"r{serial}", [1, 2, 3], params))
+        scheduler.add(Request(serial, f"r{serial}", [serial, 2, 3], params))
     flying: list[Step] = []
     planned: list[Step] = []
     while len(planned) < count:

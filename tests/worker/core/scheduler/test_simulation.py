@@ -140,6 +140,9 @@ class Simulation:
             self.arrival_rate, self.lengths, self.rounds = 1.0, [1, 2], 3 * rounds
         self.documents = [self._tokens(chance.randint(1, 1 + self.limit // 3)) for _ in range(chance.randint(1, 6))]
         self.embed_rate = chance.choice([0.0, 0.0, 0.2])
+        # Some ask for several answers to one prompt.
+        self.again = random.Random(seed + 9) if seed % 5 in (1, 4) else None
+        self.asked: tuple[list[int], bytes] = [1], b""
         self.clients: dict[int, Client] = {}
         self.serial = 0
         self.step_number = 0
@@ -159,6 +162,7 @@ class Simulation:
                 "drafted",
                 "shared",
                 "pages copied",
+                "joined",
             ),
             0,
         )
@@ -211,13 +215,17 @@ class Simulation:
         pooling: Pooling = ""
         if self.embed_rate and chance.random() < self.embed_rate:
             pooling = chance.choice(_POOLINGS)
+        namespace = chance.choice([b"", b"", cache_namespace("salt"), cache_namespace("", "lora")])
+        if self.again is not None and self.again.random() < 0.8:
+            prompt, namespace = self.asked
+        self.asked = prompt, namespace
         serial, self.serial = self.serial, self.serial + 1
         request = Request(
             serial,
             f"r{serial}",
             prompt,
             sampling,
-            chance.choice([b"", b"", cache_namespace("salt"), cache_namespace("", "lora")]),
+            namespace,
             priority=chance.choice(self.priorities),
             tenant=self.tenant(),
             deadline=expires,
@@ -330,6 +338,7 @@ class Simulation:
         assert (len(planned.rows) > 0) == self.scheduler.has_work or ahead, "there is work, but the step is empty"
         if planned:
             self.counts["pages copied"] += len(planned.page_copies)
+            self.counts["joined"] += len(planned.joins)
             decodes = int((planned.counts == 1).sum())
             self.counts["drafted"] += int((planned.samples > 1).sum())
             assert len(planned.token_ids) <= max(self.config.max_step_tokens, decodes + 1)

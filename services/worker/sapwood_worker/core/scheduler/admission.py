@@ -31,6 +31,7 @@ from itertools import chain
 
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.scheduler.batch import RunningBatch
+from sapwood_worker.core.scheduler.joining import Join, alike
 from sapwood_worker.core.scheduler.lora_slots import SlotPool
 from sapwood_worker.core.scheduler.request import Request, RequestState
 from sapwood_worker.core.scheduler.waiting import TOP, WINDOW, AdmissionOrder, Level, TenantFairness, WaitingQueue
@@ -177,6 +178,9 @@ class PrefillAdder:
         self._ratio = ratio
         self._reserved: int | None = None
         self._given: dict[Request, int] = {}
+        # Who gets tokens of a prompt, by the prompt's key; and who has the same prompt as one of them.
+        self._leading: dict[tuple[int, bytes], list[Request]] = {}
+        self._followers: dict[Request, list[Request]] = {}
 
     @property
     def chunks(self) -> list[tuple[Request, int]]:
@@ -205,6 +209,24 @@ class PrefillAdder:
         others = [other for other, count in chain(self._given.items(), self._computing) if count > 1]
         return self._running.tokens_gained(request, others) >= WORTH_WAITING
 
+    def leader(self, request: Request) -> Request | None:
+        """The request for which the step computes a part of the same prompt that a new request has; None: there is none."""
+        if request.prompt_key is None or request.cached is not None:
+            return None
+        return next((each for each in self._leading.get(request.prompt_key, ()) if alike(each, request)), None)
+
+    def follow(self, request: Request, leader: Request) -> None:
+        """Notes that a waiting request, whose turn it is, joins the step if its leader's prompt ends there. It does if there are
+        pages for it after the prompt's."""
+        needed = 1 + self._growth(request)
+        if self._enough(request, needed):
+            self._followers.setdefault(leader, []).append(request)
+            self._reserved = (self._reserved or 0) + needed
+
+    def followers(self, leader: Request, count: int) -> list[Request]:
+        """Those of a chunk of ``count`` tokens, if it is the prompt's end."""
+        return self._followers.get(leader, []) if leader.planned + count == leader.prompt_length else []
+
     def start(self, request: Request) -> bool:
         """Starts a waiting request if there are a row and pages for its known tokens; returns whether it has started.
 
@@ -230,9 +252,12 @@ class PrefillAdder:
         """Whether there are pages to start a request."""
         if not len(self._running):
             return True
+        return self._enough(request, self._running.pages_to_start(request) + self._growth(request))
+
+    def _enough(self, request: Request, needed: int) -> bool:
+        """Whether there are ``needed`` pages for a request, and those of windows."""
         if self._reserved is None:
             self._reserved = sum(map(self._growth, self._running.requests))
-        needed = self._running.pages_to_start(request) + self._growth(request)
         enough = needed + self._reserved <= self._running.num_available_pages
         return enough and self._running.windows_fit(self._expected(request))
 
@@ -266,6 +291,8 @@ class PrefillAdder:
             count = wanted if request.whole else self._shown(request, start, wanted)
         if count < 1:
             return 0  # until others have left pages of a window
+        if not given and request.prompt_key is not None and not request.generated:
+            self._leading.setdefault(request.prompt_key, []).append(request)
         self._given[request] = given + count
         self.budget -= cost * count
         if cost > 1:
@@ -382,15 +409,38 @@ class Admission:
             self._tiers.settle(request.serial)
         request.waited += step - request.queued_at
         if request.cached is None:
-            request.cached = request.computed
-            self.prompt_tokens += request.prompt_length + (0 if request.walk is None else request.walk.computed)
-            self.cached_tokens += request.cached
-            self._fairness.admitted(request.tenant, step)
+            self._admitted(request, request.computed, step)
         return True
+
+    def join(self, adder: PrefillAdder, first: int, step: int) -> list[Join]:
+        """Has waiting requests join a step that computes the end of their prompt, as far as there are free rows.
+
+        Args:
+            adder: The step's; it was filled by :meth:`admit`.
+            first: The part of the step that its first chunk is.
+            step: The step's number.
+        """
+        joins: list[Join] = []
+        for part, (leader, count) in enumerate(adder.chunks, first):
+            for request in adder.followers(leader, count)[: self._running.num_free_slots]:
+                request.held = True
+                if self._tiers is not None:
+                    self._tiers.settle(request.serial)
+                request.waited += step - request.queued_at
+                self._admitted(request, request.prompt_length, step)
+                joins.append(Join(request, part, self._running.lend_row()))
+        return joins
 
     def starved(self, request: Request, step: int) -> bool:
         """Whether the request has starved, so that no other request may overtake it."""
         return self._order.starved(request, step)
+
+    def _admitted(self, request: Request, cached: int, step: int) -> None:
+        """Counts a new request, ``cached`` of whose prompt's tokens need not be computed."""
+        request.cached = cached
+        self.prompt_tokens += request.prompt_length + (0 if request.walk is None else request.walk.computed)
+        self.cached_tokens += cached
+        self._fairness.admitted(request.tenant, step)
 
     def _level(self, request: Request, step: int) -> int:
         """The level of a running request."""
@@ -594,11 +644,17 @@ class _Starts:
 
     def try_first(self, request: Request) -> bool:
         """Starts a request before the tenants share the rest; returns whether it has started."""
-        return not self._full and self._adder.budget > self.count and self._try(request)
+        room = not self._full and self._adder.budget > self.count
+        return room and self._adder.leader(request) is None and self._try(request)
 
     def try_start(self, request: Request) -> bool:
         """Starts a request in its turn."""
         if self.ended or request.serial in self._failed or not self._adder.has_lora_slot(request):
+            return False
+        if (leader := self._adder.leader(request)) is not None:
+            self._adder.follow(request, leader)
+            self.rows -= 1
+            self._failed[request.serial] = None
             return False
         if self._tries[request.tenant] >= _TRIED:
             return False

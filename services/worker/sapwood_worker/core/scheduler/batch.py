@@ -11,6 +11,7 @@ import numpy.typing as npt
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.cache.pages import PageTable
 from sapwood_worker.core.cache.prefix import PrefixCache, Written
+from sapwood_worker.core.scheduler.joining import Join
 from sapwood_worker.core.scheduler.lora_slots import SlotPool
 from sapwood_worker.core.scheduler.request import Request, RequestState
 from sapwood_worker.records.grammar_state import GrammarState, MaskFiller
@@ -62,6 +63,11 @@ class RunningBatch:
         return self._table.num_free
 
     @property
+    def num_rows(self) -> int:
+        """How many requests could run at once."""
+        return len(self._table.rows)
+
+    @property
     def num_pages(self) -> int:
         """All pages."""
         return self._cache.num_pages
@@ -70,6 +76,19 @@ class RunningBatch:
     def num_available_pages(self) -> int:
         """How many pages could be given to requests now."""
         return self._cache.num_available
+
+    @property
+    def spares_prompts(self) -> bool:
+        """Whether a request finds all but the last token of a prompt that another one has computed."""
+        return self._cache.enabled and self._cache.states is None
+
+    def lend_row(self) -> int:
+        """Takes a row without pages for one step; returns its slot. There must be a free one."""
+        return self._table.open()
+
+    def take_row(self, slot: int) -> None:
+        """Takes a lent row back."""
+        self._table.close(slot)
 
     def has_lora_slot(self, request: Request) -> bool:
         """Whether the request needs no adapter, or there is a slot for it."""
@@ -407,9 +426,10 @@ class StepInFlight:
         filler: Fills grammar masks, beginning now; None: no request has a grammar.
         drafts: For each of ``decodes``, the draft tokens after the next one; empty: no draft. Only if there are no chunks.
         forced: Whether the drafts are of text that grammars force.
+        joins: The requests that sample after the end of a chunk of another one.
 
     Attributes:
-        decodes, chunks, drafts, forced: The arguments.
+        decodes, chunks, drafts, forced, joins: The arguments.
         samples: For each chunk whether it samples.
         plan: The plan for the runner, decodes first.
         scored: For each of the plan's scores, whose it is, and which of the request's tokens.
@@ -420,7 +440,8 @@ class StepInFlight:
     """
 
     __slots__ = (
-        "_filled", "awaits_tokens", "chunks", "decodes", "drafts", "forced", "plan", "samples", "saved", "scored", "written",
+        "_filled", "awaits_tokens", "chunks", "decodes", "drafts", "forced", "joins", "plan", "samples", "saved", "scored",
+        "written",
     )  # fmt: skip
 
     def __init__(
@@ -434,8 +455,10 @@ class StepInFlight:
         drafts: Sequence[list[int]] = (),
         *,
         forced: bool = False,
+        joins: Sequence[Join] = (),
     ) -> None:
         assert not (chunks and drafts)
+        self.joins = joins
         self.forced = forced
         self.decodes = decodes
         self.chunks = chunks
@@ -493,10 +516,19 @@ class StepInFlight:
                     masked.append(sampling)
                     grammars.append(request.grammar)
                 sampling += samples
+            for place, (request, _, _) in enumerate(joins, sampling):
+                request.in_flight += 1
+                processed = processed or request.processed
+                if request.grammar is not None:
+                    masked.append(place)
+                    grammars.append(request.grammar)
             computed = np.concatenate(known_tokens)
             each = np.array(counts, np.int64)
             sampled = np.array([1] * len(decodes) + self.samples, np.int64)
-            entries = tuple(_enter(request, running) for request, _ in chunks if request.enters)
+            entries = (
+                *(_enter(request, running) for request, _ in chunks if request.enters),
+                *map(_enter_beside, joins),
+            )
         elif drafts:
             computed = np.array(
                 [one for token, draft in zip(tokens, drafts, strict=True) for one in (token, *draft)], np.int64
@@ -512,7 +544,9 @@ class StepInFlight:
         self.plan = plan = Step(number, slots, begins, each, sampled, computed, pages, entries, copies=copies)
         if scores:
             plan.scored = np.array(scores, np.int64)
-        requests = self.requests
+        if joins:
+            plan.joins = np.array([(join.slot, join.part) for join in joins], np.int64)
+        requests = self._computed
         plan.again, saves = running.plan_states(requests, begins, each)
         self.saved = [(requests[part], tokens) for part, tokens, _ in saves]
         if saves:
@@ -526,11 +560,16 @@ class StepInFlight:
         self.awaits_tokens = bool(grammars or drafts) or processed
 
     def __len__(self) -> int:
-        return len(self.plan.rows)
+        """How many requests are part of the step."""
+        return len(self.plan.rows) + len(self.joins)
 
     @property
     def requests(self) -> Sequence[Request]:
-        """Every request that is part of the step."""
+        """Every request that is part of the step, in the order of the answer's tokens."""
+        return [*self._computed, *(join.request for join in self.joins)]
+
+    @property
+    def _computed(self) -> Sequence[Request]:
         return [*self.decodes, *(request for request, _ in self.chunks)]
 
     def release_grammars(self) -> None:
@@ -564,6 +603,13 @@ def _enter(request: Request, running: RunningBatch) -> Entry:
         running.enter_state(request),
         request.pictured(),
     )
+
+
+def _enter_beside(join: Join) -> Entry:
+    """The facts for the runner about a request that has joined a step."""
+    request, sampling = join.request, join.request.sampling
+    tokens = request.token_ids.tobytes() if looks_back(sampling) else b""
+    return Entry(join.slot, request.serial, sampling, request.output_start, tokens, request.prompt_length)
 
 
 def looks_back(sampling: SamplingParams) -> bool:

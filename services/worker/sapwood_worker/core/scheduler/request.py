@@ -181,7 +181,8 @@ class Request:
         sampled_in: The number of the last step that samples a token for it.
         shared: Whether its pages may stay in the prefix cache when it ends.
         size: The uncached tokens when it was first looked at in the queue; None: not looked at yet.
-        held: Whether it waits for pages that are being fetched; until then it is not admitted.
+        held: Whether it waits for pages that are being fetched, or has joined a step; until then it is not admitted.
+        prompt_key: What it has in common with requests whose steps it can join (``joining.py``); None: it can join none.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if the prompt includes output of an
             earlier attempt.
         enters: Whether the request has a row that the runner does not know yet.
@@ -229,6 +230,7 @@ class Request:
         "pooling",
         "priority",
         "processed",
+        "prompt_key",
         "prompt_length",
         "prompt_logprobs",
         "queued_at",
@@ -315,6 +317,7 @@ class Request:
         self.shared = True
         self.size: int | None = None
         self.held = False
+        self.prompt_key: tuple[int, bytes] | None = None
         self.output_start = len(prompt) - output_tokens
         self.enters = False
         self.capacity = self.reach = 0

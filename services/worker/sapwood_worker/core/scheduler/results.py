@@ -18,6 +18,7 @@ from sapwood_worker.core.cache.prefix import PrefixCache
 from sapwood_worker.core.cache.transfer.leases import TransferLeases
 from sapwood_worker.core.scheduler.batch import RunningBatch, StepInFlight
 from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.joining import Join, prompt_key
 from sapwood_worker.core.scheduler.request import Request, RequestState
 from sapwood_worker.core.scheduler.score_walk import Branch, ScoreWalk
 from sapwood_worker.core.scheduler.waiting import TenantFairness, WaitingQueue
@@ -31,6 +32,7 @@ class StepResults:
     """Takes the results of steps, O(requests) each.
 
     Args:
+        waiting: The queue, where those stay that join a step.
         running: The requests that steps compute.
         lifecycle: Ends those that are done.
         fairness: Counts the tokens that prompts' last chunks sampled.
@@ -41,8 +43,14 @@ class StepResults:
     """
 
     def __init__(
-        self, running: RunningBatch, lifecycle: Lifecycle, fairness: TenantFairness, handoffs: Handoffs
+        self,
+        waiting: WaitingQueue,
+        running: RunningBatch,
+        lifecycle: Lifecycle,
+        fairness: TenantFairness,
+        handoffs: Handoffs,
     ) -> None:
+        self._waiting = waiting
         self._running = running
         self._lifecycle = lifecycle
         self._fairness = fairness
@@ -81,6 +89,10 @@ class StepResults:
             got = self._take_chunk(request, count, samples, index, output)
             if got is not None:
                 outputs.append(got)
+        for index, join in enumerate(step.joins, len(step.plan.rows)):
+            got = self._take_joined(join, index, output, step.plan.number + 1)
+            if got is not None:
+                outputs.append(got)
         return outputs
 
     def fail(self, steps: Sequence[StepInFlight], begun: Sequence[Request], error: str) -> list[RequestOutput]:
@@ -89,6 +101,8 @@ class StepResults:
         outputs: list[RequestOutput] = []
         for step in steps:
             step.release_grammars()
+            for join in step.joins:
+                self._running.take_row(join.slot)
         failed = {request.serial: request for step in steps for request in step.requests}
         for request in (failed | {request.serial: request for request in begun}).values():
             if not request.over:
@@ -97,6 +111,29 @@ class StepResults:
             request.shared = False
             self._lifecycle.end(request)
         return outputs
+
+    def _take_joined(self, join: Join, index: int, output: ModelOutput, step: int) -> RequestOutput | None:
+        """Takes the first token of a request that joined the step, at ``index`` in the output; returns the request's output.
+
+        If it goes on, it waits from ``step`` on to be started.
+        """
+        request = join.request
+        self._running.take_row(join.slot)
+        request.in_flight -= 1
+        request.held = False
+        if request.over:
+            self._lifecycle.finish(request)
+            return None
+        self._fairness.charge(request.tenant, 1)
+        tokens = output.token_ids[index]
+        self._waiting.remove(request, request.remaining)
+        taken = take_tokens(request, tokens, output.logprobs.get(index, []))
+        request.queued_at = step
+        self._waiting.put_back(request)
+        self.forced_tokens += max(0, len(taken.token_ids) - len(tokens))
+        if taken.finish_reason is not None:
+            self._lifecycle.end(request)
+        return taken
 
     def _take_chunk(
         self, request: Request, count: int, samples: bool, index: int, output: ModelOutput
@@ -493,6 +530,7 @@ class Lifecycle:
         if self._config.policy != "priority":
             request.priority = 0
         request.whole, request.unsplit = self._config.whole_prompts, self._config.whole_pictures
+        request.prompt_key = prompt_key(request) if self._running.spares_prompts else None
         self._waiting.add(request)
         self.requests[request.serial] = request
         if request.lora:

@@ -262,7 +262,7 @@ class Scheduler:
         self._steps = 0
         if tiers is not None:
             tiers.steps = lambda: (self._steps, self._steps - len(self._in_flight))
-        self._results = StepResults(self._running, self._lifecycle, self._fairness, self.handoffs)
+        self._results = StepResults(self._waiting, self._running, self._lifecycle, self._fairness, self.handoffs)
         self._speculation = make_speculation(config, drafter, self._cache, self._running, table, self._allocator)
         self._paused = self._retract_all = self._asleep = False
         self._weights = b""
@@ -431,10 +431,19 @@ class Scheduler:
         forced = bool(drafts)
         if self._speculation is not None and not chunks and not forced:
             drafts = self._speculation.plan(plan.decodes)
+        joins = self._admission.join(adder, len(plan.decodes) + len(plan.last_tokens), self._steps)
         self.handoffs.offer_chunks(chunks)
         copies = self._tiers.take() if self._tiers is not None else None  # all pages of the step have been allocated
         step = StepInFlight(
-            self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts, forced=forced
+            self._steps,
+            plan.decodes,
+            chunks,
+            self._running,
+            copies,
+            self._masks,
+            drafts,
+            forced=forced,
+            joins=joins,
         )
         step.plan.page_copies = self._cache.take_page_copies()
         step.plan.lora_loads = self._loras.take_loads()
@@ -667,13 +676,18 @@ def check_requests(
     """
     found: set[Request] = set()
     tokens = 0
+    flights = Counter(request.serial for step in in_flight for request in step.requests)
     for request in waiting:
         assert request.state is RequestState.WAITING and request.slot < 0
+        assert request.in_flight == flights[request.serial] <= request.held, "a join is miscounted"
         tokens += request.remaining
         found.add(request)
     assert tokens == waiting.num_tokens and len(found) == len(waiting), "the queue is miscounted"
     rank: tuple[int, int] | None = None
-    flights = Counter(request.serial for step in in_flight for request in step.requests)
+    lent = [join.slot for step in in_flight for join in step.joins]
+    rows = {request.slot for request in running.requests}.union(lent)
+    assert len(rows) == len(running) + len(lent), "two requests have one row"
+    assert running.num_rows == running.num_free_slots + len(rows), "a row is lost"
     for request in running.requests:
         assert rank is None or rank <= request.rank, "what runs is not in order"
         rank = request.rank

@@ -249,7 +249,8 @@ class ModelRunner:
             if self._link is not None and not self._link.last:
                 last = self._link.empty(len(rows))
             else:
-                last = hidden if len(rows) == len(hidden) else hidden.index_select(0, places)
+                whole = len(rows) == len(hidden) and not len(step.joins)
+                last = hidden if whole else hidden.index_select(0, places)
             tokens = self._sampler.sample(self._model.logits(last), step, at)
             if at.drafts is None:
                 self._keep(tokens, rows)
@@ -493,9 +494,12 @@ class ModelRunner:
         if len(at.rows):
             if rows.last is not None:
                 result = result.select(self.ops.to_device(rows.last))
-            tokens = self._sampler.sample(result.logits, step, at, result.greedy, result.drawn)
+            drawn, slots = result.drawn, result.slots
+            if len(step.joins):  # the graph has drawn for the rows of its parts only
+                drawn, slots = None, self.ops.to_device(at.rows)
+            tokens = self._sampler.sample(result.logits, step, at, result.greedy, drawn)
             if at.drafts is None:
-                self._keep(tokens, result.slots)
+                self._keep(tokens, slots)
         seen = self._seen(step)
         launched = LaunchedStep(step, at, tokens, {}, self._copied, self.ops, spared_tokens=spared, seen=seen)
         if self.draft is not None and tokens is not None and at.drafts is not None and rows.last is None:
@@ -639,7 +643,7 @@ class LaunchedStep:
         self._spared_tokens = spared_tokens
         self._has_seen = seen is not None
         self._step = step.number
-        self._count = len(step.rows)
+        self._count = len(step.rows) + len(step.joins)
         self._at = at
         self._late = step.late
         self._tokens = tokens

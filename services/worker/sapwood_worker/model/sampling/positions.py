@@ -51,12 +51,12 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The R positions that S requests sample in a step, request after request.
+    """The R positions that S requests sample in a step, request after request; last those of requests that have joined it.
 
     Attributes:
         rows: int64 [R]: rows of the page table.
         positions: int64 [R]: where the tokens to sample will be.
-        parts: The S requests' indices among the step's parts.
+        parts: The S requests' indices among the step's parts; the step's joins count on from there.
         drafts: The draft tokens after the positions; None: each request has one position.
     """
 
@@ -69,6 +69,11 @@ class Positions:
     def of(step: Step) -> Positions:
         """The sampled positions of a step. O(parts)."""
         samples = step.samples
+        if len(step.joins):
+            rows = np.concatenate((step.rows[samples > 0], step.joins[:, 0]))
+            count = len(samples)
+            places = [*np.flatnonzero(samples).tolist(), *range(count, count + len(step.joins))]
+            return Positions(rows, step.sampled_positions(), places)
         if len(step.token_ids) == len(samples) and samples.all():
             return Positions(step.rows, step.starts + 1, range(len(samples)))
         parts = np.flatnonzero(samples)

@@ -112,9 +112,10 @@ class LogitProcessors:
         for place in places.tolist():
             part = at.parts[place if at.drafts is None else int(at.drafts.owner[place])]
             state = self._rows[int(at.rows[place])]
-            start, first, count = int(step.starts[part]), int(firsts[part]), int(step.counts[part])
-            del state.tokens[start:]
-            state.tokens.extend(step.token_ids[first : first + count].tolist())
+            if part < len(firsts):  # a request that has joined the step has entered with all its tokens
+                start, first, count = int(step.starts[part]), int(firsts[part]), int(step.counts[part])
+                del state.tokens[start:]
+                state.tokens.extend(step.token_ids[first : first + count].tolist())
             failure = state.failure or _run(state, logits[place])
             if failure:
                 failures[part] = failure

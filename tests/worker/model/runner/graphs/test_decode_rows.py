@@ -17,6 +17,7 @@ from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.forward_batch import build_forward_batch
 from sapwood_worker.model.runner.graphs.decode_rows import MOST_KEYS, decode_rows
 from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.model.sampling.positions import Positions
 
 GREEDY = SamplingParams(temperature=0.0)
 PAGE = 16
@@ -42,6 +43,24 @@ def test_the_rows_are_the_tokens_that_a_prefill_would_compute(shapes: list[tuple
     assert (pages * PAGE + rows.positions % PAGE).tolist() == batch.attention.cache_slots.tolist()
     everything = range(len(rows.token_ids))
     assert list(everything if rows.last is None else rows.last) == step.sampled().tolist()
+
+
+def test_the_end_of_a_prompt_is_sampled_after_once_more_for_each_request_that_joins():
+    table = np.arange(12, dtype=np.int32).reshape(2, 6)
+    for parts, expected in (
+        ([part(0, [5], 3), part(1, [6], 9)], [0, 1, 1, 1]),
+        ([part(0, [5], 3), part(1, [6, 7], 9)], [0, 2, 2, 2]),
+        ([part(0, [5, 6, 7, 8], 3, samples=False), part(1, [6], 9)], [4, 4, 4]),
+    ):
+        step = make_step(0, table, parts)
+        step.joins = np.array([(7, 1), (4, 1)])
+        rows = decode_rows(step, PAGE, most_rows=64, most_pages=1000)
+        assert rows is not None and rows.last is not None
+        assert rows.last.tolist() == step.sampled().tolist() == expected
+        at = Positions.of(step)
+        assert at.rows.tolist() == [*step.rows[step.samples > 0].tolist(), 7, 4]
+        assert at.positions.tolist()[-3:] == [9 + len(parts[1].token_ids)] * 3
+        assert list(at.parts)[-2:] == [2, 3]
 
 
 def test_what_does_not_fit_or_would_read_too_many_keys_is_left_to_prefill():

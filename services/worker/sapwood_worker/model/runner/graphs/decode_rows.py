@@ -65,7 +65,8 @@ def decode_rows(
     if total > most_rows:
         return None
     if total == len(counts) and step.samples.all():
-        return DecodeRows(step.token_ids, step.starts, step.rows, step.pages, None, None)
+        last = step.sampled() if len(step.joins) else None
+        return DecodeRows(step.token_ids, step.starts, step.rows, step.pages, last, None)
     if not prompts:
         return None
     owner = np.repeat(np.arange(len(counts)), counts)
@@ -76,7 +77,7 @@ def decode_rows(
     read = 0 if of_prompts is None else int(keys[of_prompts & (counts > 1)[owner]].sum())
     if read * layers > MOST_KEYS or int((-(-keys // page_size)).sum()) > most_pages:
         return None
-    last = None if int(step.samples.sum()) == total else step.sampled()
+    last = None if int(step.samples.sum()) == total and not len(step.joins) else step.sampled()
     return DecodeRows(step.token_ids, positions, step.rows[owner], step.pages[owner], last, of_prompts)
 
 

@@ -98,6 +98,14 @@ def main(argv: list[str] | None = None) -> int:
     except CliError as failure:
         print(f"sapwood: {harmless(failure.message)}", file=sys.stderr)
         return failure.exit_code
+    except ModuleNotFoundError as missing:  # a client's install has few packages
+        if missing.name is None or missing.name.startswith("sapwood"):
+            raise
+        print(
+            f"sapwood: `sapwood {words[0]}` needs more packages: pip install 'sapwood[all]' ({missing})",
+            file=sys.stderr,
+        )
+        return REFUSED
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED

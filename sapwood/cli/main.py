@@ -118,19 +118,25 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     verbs = _verbs(parser)
     assert verbs is not None
-    words = in_full(words)
+    words = in_full([*words[1:], "--help"] if words[0] == "help" else words)
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
-        similar = difflib.get_close_matches(words[0], ("--help", "--version"), n=1)
+        known = ("--help", "--version")
+        similar = ["--version"] if words[0] in ("-v", "-V") else difflib.get_close_matches(words[0], known, n=1)
         parser.error(
             f"there is no flag {words[0]}; {f'did you mean {similar[0]}?' if similar else 'a verb comes first'}"
         )
     if not words[0].startswith("-") and words[0] not in verbs.choices:
-        similar = difflib.get_close_matches(words[0], verbs.choices, n=1)
+        similar = difflib.get_close_matches(words[0].lower(), verbs.choices, n=1)
         hint = f"did you mean {similar[0]}?" if similar else "`sapwood --help` lists them"
         hint = _INSTEAD.get(words[0], hint)
         parser.error(f"there is no verb {words[0]!r}; {hint}")
+    if words[0] == "bench" and len(words) > 1 and words[1].startswith(("http://", "https://")):
+        verbs.choices["bench"].error(f"a server stands with its flag: --url {words[1]}")
     arguments, unknown = parser.parse_known_args(words)
     arguments.words = words
+    if words[0] == "run" and not any(word.startswith("-") for word in unknown):
+        arguments.question += unknown  # of flags between model and question argparse makes two lists of words
+        unknown = []
     if unknown:
         verb, further = verbs.choices[words[0]], iter(words[1:])
         # bench is called with a verb of its own or with none
@@ -140,6 +146,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
             verb = inner.choices[named]
         similar = _similar(unknown[0], [flag for action in verb._actions for flag in action.option_strings])
         reason = reason_without(unknown[0].partition("=")[0].lstrip("-"))
+        reason = reason or _FURTHER.get(words[0], "")
         hint = f"; did you mean {' or '.join(similar)}?" if similar else f"; {reason}" if reason else ""
         verb.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
@@ -175,6 +182,20 @@ _INSTEAD = {
 """Verbs of other programs that are none here, and what to do."""
 
 
+_FURTHER = {
+    "run": "the model comes first, without a flag; `sapwood up` has the flags of the services",
+    "chat": "`sapwood run MODEL` starts a model and talks to it, `sapwood generate TEXT` asks one question",
+    "generate": "the text stands without a flag, in quotes if it is several words",
+    "tokenize": "the text stands without a flag, in quotes if it is several words",
+    "model": "`sapwood model --help` says what each of its verbs takes",
+    "worker": "--worker HOST:PORT says which one",
+    "cache": "--worker HOST:PORT says which one",
+}
+"""What a verb takes instead of words or flags that are nothing like its own."""
+_FLAGS = {"-p": "--port", "-n": "--max-tokens", "--router": "--address", "--server": "--address", "--url": "--address"}
+"""Flags of other programs and services that other verbs call otherwise."""
+
+
 def _similar(word: str, flags: list[str]) -> list[str]:
     """The flags that may have been meant: what the word is called here, services' flags of this name, else one spelt alike."""
     name = word.partition("=")[0].replace(".", "-").replace("_", "-")
@@ -182,6 +203,8 @@ def _similar(word: str, flags: list[str]) -> list[str]:
         return []
     if name == "--address" and "--worker" in flags:
         return ["--worker"]
+    if _FLAGS.get(name) in flags:
+        return [_FLAGS[name]]
     if known := [flag for flag in flag_of_others(name.lstrip("-")) if flag in flags]:
         return known
     of_services = [f"--{service}{name[1:]}" for service in ("router", "tokenizer", "worker")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sapwood.cli.errors import FAILED, REFUSED, UNREACHABLE, CliError
-from sapwood_common.settings.flags import add_option
+from sapwood_common.settings.flags import add_option, number, whole_number
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
     from sapwood.client import Client
@@ -41,7 +42,7 @@ def add_request_options(
         )
         add_option(parser, "--model", "Model to ask.", variable="SAPWOOD_MODEL", shown_default="the only one there is")
     add_option(
-        parser, "--timeout", "Seconds an answer may take.", variable="SAPWOOD_TIMEOUT", parse=float, metavar="SECONDS"
+        parser, "--timeout", "Seconds an answer may take.", variable="SAPWOOD_TIMEOUT", parse=number, metavar="SECONDS"
     )
     server = "the server's"
     add_option(
@@ -50,7 +51,7 @@ def add_request_options(
         "Most tokens to generate.",
         variable="SAPWOOD_MAX_TOKENS",
         default=max_tokens,
-        parse=int,
+        parse=whole_number(1),
         metavar="N",
         shown_default="what the context holds" if max_tokens is None else None,
     )
@@ -59,7 +60,7 @@ def add_request_options(
         "--temperature",
         "0 takes the likeliest token, more is more varied.",
         variable="SAPWOOD_TEMPERATURE",
-        parse=float,
+        parse=number,
         metavar="T",
         shown_default=f"{server}, 1",
     )
@@ -68,7 +69,7 @@ def add_request_options(
         "--top-k",
         "Keep only the K likeliest tokens.",
         variable="SAPWOOD_TOP_K",
-        parse=int,
+        parse=whole_number(),
         shown_default="all",
     )
     add_option(
@@ -76,7 +77,7 @@ def add_request_options(
         "--top-p",
         "Keep the smallest set of tokens of this probability.",
         variable="SAPWOOD_TOP_P",
-        parse=float,
+        parse=number,
         shown_default=f"{server}, 1",
     )
     add_option(
@@ -84,10 +85,10 @@ def add_request_options(
         "--min-p",
         "Drop tokens less likely than P times the likeliest.",
         variable="SAPWOOD_MIN_P",
-        parse=float,
+        parse=number,
         shown_default=f"{server}, 0",
     )
-    add_option(parser, "--seed", "The same seed gives the same answer.", variable="SAPWOOD_SEED", parse=int)
+    add_option(parser, "--seed", "The same seed gives the same answer.", variable="SAPWOOD_SEED", parse=whole_number())
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="End before this text; repeatable. [default: none]"
     )
@@ -146,7 +147,8 @@ def _read_json(flag: str, name: str) -> Any:
     try:
         return json.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
-        raise CliError(f"{flag}: cannot read {name}: {error.strerror}", REFUSED) from None
+        hint = "; it takes the name of a file" if name.lstrip().startswith(("{", "[")) else ""
+        raise CliError(f"{flag}: cannot read {name}: {error.strerror}{hint}", REFUSED) from None
     except ValueError as error:
         raise CliError(f"{flag}: {name} is not JSON: {error}", REFUSED) from None
 
@@ -183,9 +185,19 @@ def _sampling(given: list[str]) -> dict[str, Any]:
 
     message = common_pb2.SamplingParams()
     for each in given:
-        name, _, value = each.partition("=")
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise CliError(f"--sampling {each}: is not NAME=JSON, such as presence_penalty=0.5", REFUSED)
+        if name not in (fields := message.DESCRIPTOR.fields_by_name):
+            similar = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(sorted(fields))}"
+            raise CliError(f"--sampling {each}: there is no setting {name!r}; {hint}", REFUSED)
         try:
             json_format.ParseDict({name: json.loads(value)}, message)
+        except json.JSONDecodeError as error:
+            raise CliError(
+                f"--sampling {each}: {value!r} is not JSON: {error}; a text stands in quotes", REFUSED
+            ) from None
         except (ValueError, json_format.ParseError) as error:
             raise CliError(f"--sampling {each}: {str(error).splitlines()[0]}", REFUSED) from None
     if message.HasField("n"):
@@ -215,6 +227,8 @@ def failing_plainly(address: str, service: str = "router") -> Iterator[None]:
     except UnavailableError as error:
         raise CliError(_unreachable(error.message, address, service), UNREACHABLE) from None
     except DeadlineExceededError as error:
+        if error.message == "Deadline Exceeded":  # grpc's words, not a service's
+            raise CliError(f"the {service} at {address} has not answered in time, or is none", UNREACHABLE) from None
         raise CliError(str(error), UNREACHABLE) from None
     except (InvalidArgumentError, NotFoundError) as error:
         raise CliError(str(error), REFUSED) from None
@@ -233,6 +247,8 @@ def _unreachable(problem: str, address: str, service: str) -> str:
         return f"{address} speaks HTTP; this takes the {service}'s gRPC port"
     if unconnected and "Connection refused" in problem:
         return f"no {service} answers at {address}: connection refused; `sapwood up` starts one here"
+    if unconnected and "SETTINGS frame" in problem:
+        return f"what listens at {address} does not speak gRPC; this takes the {service}'s gRPC port"
     if problem.startswith("errors resolving"):
         return f"no {service} answers at {address}: it is not HOST:PORT, or there is no such host"
     return f"UNAVAILABLE: {problem} ({service}: {address}; `sapwood up` starts one here)"

@@ -12,7 +12,7 @@ from sapwood.cli import top
 from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
 from sapwood.cli.request import failing_plainly
 from sapwood.cli.top import table, worker_rows
-from sapwood_common.settings.flags import add_option
+from sapwood_common.settings.flags import add_option, number
 
 if TYPE_CHECKING:  # grpc is loaded only by the verbs that use it
     import grpc
@@ -38,7 +38,7 @@ def configure(verbs: Any) -> None:
     _add_address(add)
     add.add_argument(
         "--lease",
-        type=float,
+        type=number,
         metavar="SECONDS",
         help="Removed again after this time, unless it is added again before. [default: stays]",
     )

@@ -18,6 +18,7 @@ from sapwood.cli.scale.drivers import Driver, KubernetesDriver, LocalDriver, NoD
 from sapwood.cli.scale.objective import FirstTokens
 from sapwood.cli.terminal import one_line
 from sapwood.scaler.plan import Bounds, Plan
+from sapwood_common.settings.flags import number, whole_number
 
 if TYPE_CHECKING:
     from sapwood.v1 import router_pb2, router_pb2_grpc
@@ -70,14 +71,14 @@ def configure(verbs: Any) -> None:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    value = whole_number()(text)
     if not 0 <= value <= 65_535:
         raise argparse.ArgumentTypeError(f"{text} is not 0 to 65535")
     return value
@@ -208,8 +209,8 @@ async def _scale(
     arguments: argparse.Namespace, router: _Router, drivers: dict[str, Driver], objective: FirstTokens | None
 ) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(ending, stop.set)
     plans = {
         role: Plan(Bounds(per_worker, arguments.min, arguments.max, arguments.start, arguments.patience))
         for role, per_worker in arguments.per_worker

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sapwood.cli.terminal import one_line
-from sapwood_common.settings.flags import add_option
+from sapwood_common.settings.flags import add_option, number
 
 if TYPE_CHECKING:
     from sapwood.v1 import router_pb2, router_pb2_grpc
@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not _FASTEST <= value <= _SLOWEST:
         raise argparse.ArgumentTypeError(f"{text} is not 0.1 to 3600")
     return value

@@ -19,7 +19,7 @@ from sapwood.cli.local.cluster_file import add_file_flag, shown_services
 from sapwood.cli.local.gpus import share_gpus
 from sapwood.cli.local.running import Record, detach
 from sapwood.cli.terminal import Terminal, open_terminal
-from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
+from sapwood_common.settings.flags import PORT, add_option, number, one_of, whole_number
 
 # `sapwood up --no-router`: one worker that answers HTTP on one port. The services around it listen only on Unix sockets.
 #
@@ -253,7 +253,7 @@ def _add_flags(parser: argparse.ArgumentParser, *, with_services: bool) -> None:
         "Seconds that running requests get to finish after Ctrl-C.",
         variable=up + "DRAIN_TIMEOUT",
         shown_default="30.0",
-        parse=float,
+        parse=number,
         metavar="SECONDS",
     )
     add_file_flag(parser)
@@ -417,8 +417,8 @@ async def _serve(services: Services, terminal: Terminal, record: Record) -> int:
             killing.set()
             cluster.kill()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(ending, on_signal)
 
     async def live() -> None:
         workers, threads = services.workers, services.worker.given.get("threads", services.worker.config.threads)

@@ -6,16 +6,24 @@ import os
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from sapwood.cli.main import main
+from sapwood.cli.errors import UNREACHABLE, CliError
+from sapwood.cli.main import _parse, build_parser, main
+from sapwood.cli.request import failing_plainly
 from sapwood.client import Client
+from sapwood.errors import UnavailableError
 
 FILES = {
     "bad.yaml": "model: [\n", "list.yaml": "- a\n", "unk.yaml": "modle: demo\n", "val.yaml": "workers: many\n",
     "nest.yaml": "worker:\n  max-runing: 3\n", "nestv.yaml": "worker:\n  max-running: 0\n",
     "svc.yaml": "wroker:\n  max-running: 3\n", "num.yaml": "port: 99999\n", "dup.yaml": "workers: 1\nworkers: 2\n",
-    "typ.yaml": "worker: 5\n", "f.txt": "x", "bad.jsonl": "{\n",
+    "typ.yaml": "worker: 5\n", "f.txt": "x", "bad.jsonl": "{\n", "empty.gguf": "", "m.gguf.gz": "x", "w.safetensors": "x",
+    "adapter/adapter_config.json": "{}", "empty/config.json": "", "j.json": '{"workers": -2}', "cert.pem": "x", "e.jsonl": "",
+    "env.yaml": "SAPWOOD_WORKER_MAX_RUNNING: 3\n", "unit.yaml": "worker:\n  host-cache: 4GB\n", "case.yaml": "Model: demo\n",
+    "tab.yaml": "worker:\n\tmax-running: 3\n", "empty.yaml": "", "typo.yaml": "router:\n  http-prot: 8000\n",
+    "dashes.yaml": "--model: demo\n", "listed.yaml": "workers: [1, 2]\n",
 }  # fmt: skip
 
 WRONG = (
@@ -61,7 +69,7 @@ WRONG = (
     ),
     ("up --roles decode,nope", "argument --roles: 'nope' is not one of both, prefill, decode"),
     ("up --roles decode --workers 3", "--workers 3 and --roles of 1 workers are both given"),
-    ("up --drain-timeout x", "argument --drain-timeout: invalid float value: 'x'"),
+    ("up --drain-timeout x", "argument --drain-timeout: 'x' is not a number"),
     (
         "up --worker-max-running 0",
         "--worker-max-running / SAPWOOD_WORKER_MAX_RUNNING: Input should be greater than or equal to 1 (got '0')",
@@ -152,11 +160,11 @@ WRONG = (
         "--address: http://127.0.0.1:8000 is a URL; this takes the router's gRPC address, HOST:PORT",
     ),
     ("chat --address x", "--address: 'x' is not HOST:PORT, such as 127.0.0.1:50051"),
-    ("chat --temperature x", "argument --temperature: invalid float value: 'x'"),
-    ("chat --top-k x", "argument --top-k: invalid int value: 'x'"),
+    ("chat --temperature x", "argument --temperature: 'x' is not a number"),
+    ("chat --top-k x", "argument --top-k: 'x' is not a whole number"),
     ("chat --nope", "unrecognized arguments: --nope"),
     ("generate", "the following arguments are required: TEXT"),
-    ("generate --max-tokens x hi", "argument --max-tokens: invalid int value: 'x'"),
+    ("generate --max-tokens x hi", "argument --max-tokens: 'x' is not a whole number"),
     (
         "generate --address 127.0.0.1:1 hi",
         "no router answers at 127.0.0.1:1: connection refused; `sapwood up` starts one here",
@@ -281,6 +289,100 @@ WRONG = (
     ("docs nope", "there is no page 'nope'; `sapwood docs` lists them"),
     ("completion fish", "argument shell: invalid choice: 'fish' (choose from 'bash', 'zsh', 'tcsh')"),
     ("doctor x", "unrecognized arguments: x"),
+    ("up Qwen/Qwen3-0.6B/", "nor a URL; did you mean Qwen/Qwen3-0.6B?"),
+    ("up hf.co/Qwen/Qwen3-0.6B", "nor a URL; did you mean Qwen/Qwen3-0.6B?"),
+    (
+        "up https://huggingface.co/Qwen/Qwen3-0.6B",
+        "--model: https://huggingface.co/Qwen/Qwen3-0.6B is a page of the hub, not a folder of files; name the model "
+        "Qwen/Qwen3-0.6B",
+    ),
+    ("pull Demo", "nor a URL; did you mean demo?"),
+    ("run demo:latest hi", "nor a URL; did you mean demo?"),
+    ("up --model=", "--model: is empty; 'demo', a folder, a .gguf file, owner/name of the hub or a URL goes there"),
+    ("up m.gguf.gz", "--model: m.gguf.gz is neither a .gguf file nor a directory; unpack it first"),
+    ("show w.safetensors", "neither a .gguf file nor a directory; name the folder that holds it and config.json"),
+    (
+        "up adapter",
+        "adapter holds no config.json: it is an adapter; start its base model, then `sapwood lora load NAME PATH`",
+    ),
+    ("show empty.gguf", "empty.gguf: is empty"),
+    ("show empty", "empty/config.json: is empty"),
+    ("run demo --max-tokens 0 hi", "argument --max-tokens: 0 is not at least 1"),
+    ("run demo --port 8000", "; the model comes first, without a flag; `sapwood up` has the flags of the services"),
+    (
+        "chat --router http://127.0.0.1:8000",
+        "unrecognized arguments: --router http://127.0.0.1:8000; did you mean --address?",
+    ),
+    ("chat --url 127.0.0.1:1", "unrecognized arguments: --url 127.0.0.1:1; did you mean --address?"),
+    (
+        "chat demo",
+        "unrecognized arguments: demo; `sapwood run MODEL` starts a model and talks to it, `sapwood generate TEXT` asks one "
+        "question",
+    ),
+    (
+        "generate --prompt hi",
+        "unrecognized arguments: --prompt; the text stands without a flag, in quotes if it is several words",
+    ),
+    (
+        "tokenize hi there",
+        "unrecognized arguments: there; the text stands without a flag, in quotes if it is several words",
+    ),
+    ("worker info 127.0.0.1:1", "unrecognized arguments: 127.0.0.1:1; --worker HOST:PORT says which one"),
+    (
+        "pull demo demo-base",
+        "unrecognized arguments: demo-base; `sapwood model --help` says what each of its verbs takes",
+    ),
+    ("up -p 8000", "unrecognized arguments: -p; did you mean --port?"),
+    ("up --worker-host-cache 4GB", "unable to parse string as a number (got '4GB'): leave 'GB' away"),
+    ("up -c unit.yaml", "unable to parse string as a number (got '4GB'): leave 'GB' away"),
+    ("up --worker-memory-fraction 90%", "(got '90%'): a share is a number from 0 to 1"),
+    (
+        "up --router-tls-cert cert.pem --router-tls-key none.pem",
+        "--router-tls-key: cannot read none.pem: No such file or directory",
+    ),
+    (
+        "up --router-tls-cert cert.pem --router-tls-key cert.pem",
+        "one of them holds no PEM: -----BEGIN CERTIFICATE----- in the first, -----BEGIN PRIVATE KEY----- in the second",
+    ),
+    ("up --host localhost:8000", "is no address of this machine: an address stands there without scheme and port"),
+    ("up --host http://0.0.0.0", "is no address of this machine: an address stands there without scheme and port"),
+    ("up -c env.yaml", "there is no setting 'SAPWOOD-WORKER-MAX-RUNNING'; did you mean worker-max-running?"),
+    ("up -c case.yaml", "there is no setting 'Model'; did you mean model?"),
+    ("up -c dashes.yaml", "there is no setting '--model'; did you mean model?"),
+    ("up -c typo.yaml", "there is no setting 'router-http-prot'; did you mean router-http-port?"),
+    ("up -c tab.yaml", "--config: tab.yaml is not YAML:"),
+    ("up -c empty.yaml", "--config: empty.yaml must hold settings (name: value)"),
+    ("up -c listed.yaml", "argument --workers: '1,2' is not a whole number"),
+    ("up -c j.json", "argument --workers: -2 is not at least 1"),
+    ("up -c .", "--config: cannot read .: Is a directory"),
+    ("up --port 50051 --http-port 50051", "--http-port and --port both mean port 50051"),
+    ("up --worker-port 65535 --workers 2", "--worker-port: the ports of 2 workers exceed 65535"),
+    ("up --router-api-keys f.txt", "f.txt, line 1: not a name, a SHA-256 and perhaps what the key may do"),
+    ("up --worker-storage /tmp/x", "--worker-storage / SAPWOOD_WORKER_STORAGE: has no effect without a second tier"),
+    (
+        "generate hi --json-schema {}",
+        "--json-schema: cannot read {}: No such file or directory; it takes the name of a file",
+    ),
+    ("generate hi --sampling top_p", "--sampling top_p: is not NAME=JSON, such as presence_penalty=0.5"),
+    ("generate hi --sampling top-p=1", "--sampling top-p=1: there is no setting 'top-p'; did you mean top_p?"),
+    ("generate hi --sampling zz=1", "--sampling zz=1: there is no setting 'zz'; there are allowed_token_ids, "),
+    ("generate hi --sampling seed=high", "--sampling seed=high: 'high' is not JSON: "),
+    ("generate hi --timeout soon", "argument --timeout: 'soon' is not a number"),
+    (
+        "bench --url http://127.0.0.1:1",
+        "no server answers at http://127.0.0.1:1/v1: connection refused; `sapwood up` starts one here",
+    ),
+    ("bench http://127.0.0.1:1", "a server stands with its flag: --url http://127.0.0.1:1"),
+    ("bench --slo ttft=200 --url http://127.0.0.1:1", "the limit is a time with its unit, such as 200ms or 1.5s"),
+    ("bench compare e.jsonl e.jsonl", "e.jsonl is no result of `sapwood bench --json`"),
+    ("eval e.jsonl --url http://127.0.0.1:1", "e.jsonl: nothing in it"),
+    ("top --interval x", "argument --interval: 'x' is not a number"),
+    ("scaler --per-worker 1 --min x", "argument --min: 'x' is not a whole number"),
+    ("-v", "there is no flag -v; did you mean --version?"),
+    ("Up demo", "there is no verb 'Up'; did you mean up?"),
+    ("help nope", "there is no verb 'nope'; `sapwood --help` lists them"),
+    ("stop 99999", "99999: no such cluster runs here; `sapwood ps` lists those that do"),
+    ("docs models.html", "there is no page 'models.html'; did you mean models?"),
 )
 """A command line, and what its last line says."""
 
@@ -290,15 +392,57 @@ def test_a_wrong_command_line_is_refused_with_what_to_do(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "environ", {**os.environ, "SAPWOOD_HOME": str(tmp_path / "home"), "COLUMNS": "80"})
+    here = {"SAPWOOD_HOME": str(tmp_path / "home"), "COLUMNS": "80", "SAPWOOD_UP_PORTS": "auto"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **here})
     try:
         code = main(words.split())
     except SystemExit as ended:
         code = ended.code
     assert code in (1, 2, 3)
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("variable", "words", "said"),
+    [
+        ("SAPWOOD_UP_WORKERS=many", "up", "argument --workers: 'many' is not a whole number (SAPWOOD_UP_WORKERS)"),
+        ("SAPWOOD_TEMPERATURE=hot", "chat", "argument --temperature: 'hot' is not a number (SAPWOOD_TEMPERATURE)"),
+        ("SAPWOOD_TOP_INTERVAL=x", "top", "argument --interval: 'x' is not a number (SAPWOOD_TOP_INTERVAL)"),
+        ("SAPWOOD_HOME=/etc/passwd", "pull demo", "cannot write the model under /etc/passwd/models"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    variable: str, words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, value = variable.partition("=")
+    monkeypatch.setenv(name, value)
+    try:
+        code = main(words.split())
+    except SystemExit as ended:
+        code = ended.code
+    assert code in (1, 2)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert said in error
+    assert name in error
+
+
+def test_flags_may_stand_between_model_and_question() -> None:
+    parsed = _parse(build_parser("run"), ["run", "demo", "--max-tokens", "20", "What", "is", "this?"])
+    assert (parsed.name, parsed.max_tokens, parsed.question) == ("demo", 20, ["What", "is", "this?"])
+
+
+def test_a_port_that_speaks_no_grpc_is_told_from_a_dead_one(
+    taken_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{taken_port}"
+    assert main(["generate", "--timeout", "0.2", "--address", address, "hi"]) == UNREACHABLE
+    assert capsys.readouterr().err == f"sapwood: the router at {address} has not answered in time, or is none\n"
+    said = f"failed to connect to all addresses; last error: UNKNOWN: ipv4:{address}: timed out before receiving SETTINGS frame"
+    with pytest.raises(CliError, match="does not speak gRPC"), failing_plainly(address):
+        raise UnavailableError(grpc.StatusCode.UNAVAILABLE, said)
 
 
 CALLS: tuple[tuple[dict[str, Any], str], ...] = (
@@ -353,4 +497,4 @@ def test_inputs_of_embeddings_and_labels_are_named() -> None:
 
 
 def test_the_tables_have_enough_wrong_uses() -> None:
-    assert len(WRONG) + len(CALLS) >= 100
+    assert len(WRONG) + len(CALLS) >= 200

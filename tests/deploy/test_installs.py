@@ -112,7 +112,7 @@ def _here(tools: Tools, version: str) -> str | None:
     of_pyenv = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python{version}"))
     if of_pyenv:
         return str(of_pyenv[-1])
-    command = [tools.bin / "uv", "python", "find", "--no-project", version]
+    command = [str(tools.bin / "uv"), "python", "find", "--no-project", version]
     environment = tools.environment | {"PATH": os.environ["PATH"], "HOME": str(Path.home())}
     found = subprocess.run(command, cwd=tools.folder, env=environment, capture_output=True, text=True, check=False)
     return found.stdout.strip() if found.returncode == 0 else None
@@ -138,7 +138,7 @@ def machine(request: pytest.FixtureRequest, tools: Tools) -> Iterator[Machine]:
         pytest.skip(f"no Python {version} here, and Debian {release} cannot be fetched: {made.stdout[-500:]}")
     for name in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.crt"):
         shutil.copyfile(name, root / name[1:])
-    yield Machine(("chroot", str(root)), root, "/usr/bin/python3")
+    yield Machine((shutil.which("chroot") or "/usr/sbin/chroot", str(root)), root, "/usr/bin/python3")
     shutil.rmtree(root, ignore_errors=True)
 
 

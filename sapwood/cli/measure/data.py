@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.measure.target import json_object
-from sapwood_common.settings.flags import whole_number
+from sapwood_common.settings.flags import number, whole_number
 
 if TYPE_CHECKING:  # at run time only where they are used: they need the extra `bench`
     from sapwood.bench.data.source import Source
@@ -52,7 +52,7 @@ def add_data_flags(group: argparse._ArgumentGroup) -> None:
         metavar="A-B",
         help="Prompts are token ids of this range, so that their lengths are exact. [default: words]",
     )
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="Of all requests. [default: 0]")
+    group.add_argument("--temperature", type=number, default=0.0, metavar="T", help="Of all requests. [default: 0]")
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,

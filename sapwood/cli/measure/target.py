@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sapwood.cli.errors import REFUSED, UNREACHABLE, CliError
-from sapwood_common.settings.flags import add_option
+from sapwood_common.settings.flags import add_option, number
 
 if TYPE_CHECKING:  # at run time the libraries are loaded only by the verbs that use them
     from sapwood.bench.targets.open_target import Where
@@ -115,10 +115,7 @@ def allow_many_connections() -> None:
 
 def positive(text: str) -> float:
     """A parser of numbers over 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not over 0")
     return value

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sapwood.cli.errors import EXIT_CODES
 from sapwood.cli.terminal import one_line
 from sapwood.cli.workers.each_worker import add_worker_option, each_worker
+from sapwood_common.settings.flags import whole_number
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
     from google.protobuf.message import Message
@@ -71,7 +72,7 @@ def configure(verbs: Any) -> None:
     pin.add_argument("name", metavar="NAME", help="what to call it; a pin of this name is replaced")
     pin.add_argument("--token-ids", required=True, type=_token_ids, metavar="IDS", help="the prefix: 2,818,5279")
     pin.add_argument("--salt", default="", help="the cache salt of the requests that are to find it [default: none]")
-    pin.add_argument("--seconds", type=int, help="for how long [default: until it is unpinned]")
+    pin.add_argument("--seconds", type=whole_number(), help="for how long [default: until it is unpinned]")
     action("unpin", "let go of a pinned prefix").add_argument("name", metavar="NAME", help="the pin's name")
     action("abort", "end a running request").add_argument("request_id", metavar="ID", help="the request's id")
     profile = actions.add_parser("profile", help="record a Chrome trace of what a worker computes", allow_abbrev=False)

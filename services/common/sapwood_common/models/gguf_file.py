@@ -121,6 +121,8 @@ def _open(path: Path) -> tuple[mmap.mmap, dict[str, Any], dict[str, GgufTensor]]
     try:
         if path.exists() and not path.is_file():  # a pipe would keep us waiting
             raise GgufError(f"{path}: is no file")
+        if path.stat().st_size == 0:
+            raise GgufError(f"{path}: is empty")
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:

@@ -30,6 +30,8 @@ def read_json_value(path: Path) -> Any:
                 raise ConfigError(f"{path}: is no file")
             if status.st_size > _LARGEST:
                 raise ConfigError(f"{path}: has {status.st_size} bytes; at most {_LARGEST} are read")
+            if status.st_size == 0:
+                raise ConfigError(f"{path}: is empty")
             return json.loads(content.read())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{path}: cannot be read as JSON: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,14 @@ from sapwood_common.models.hub import Hub, HubName, parse_hub_name
 from sapwood_common.models.packaged import PACKAGED_MODELS
 from sapwood_common.models.progress import Progress, unreported
 from sapwood_common.models.url_files import UrlModels, is_url
+
+_HUB_PAGE = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/[^/]+)?/?")
+
+_INSTEAD = dict.fromkeys(
+    (".safetensors", ".bin", ".pt", ".pth", ".json"), "; name the folder that holds it and config.json"
+)
+_INSTEAD |= dict.fromkeys((".gz", ".zip", ".zst", ".xz", ".tar", ".tgz"), "; unpack it first")
+"""What to do about a file that is no model, by its suffix."""
 
 
 def sapwood_home() -> Path:
@@ -80,6 +89,12 @@ def pin_model(
     Raises:
         ConfigError: There is nothing there, or it cannot be fetched; the message says what to do.
     """
+    if not model:
+        raise ConfigError(
+            "--model: is empty; 'demo', a folder, a .gguf file, owner/name of the hub or a URL goes there"
+        )
+    if (page := _HUB_PAGE.fullmatch(model)) is not None:
+        raise ConfigError(f"--model: {model} is a page of the hub, not a folder of files; name the model {page[1]}")
     if is_url(model):
         path = url_models().find(model, weights=weights, may_fetch=may_fetch, progress=progress)
         return PinnedModel(path, str(path))
@@ -120,13 +135,27 @@ def _local(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"--model: {path} holds no config.json, so it is not a Hugging Face model directory")
+            why = ", so it is not a Hugging Face model directory"
+            if (path / "adapter_config.json").is_file():
+                why = ": it is an adapter; start its base model, then `sapwood lora load NAME PATH`"
+            raise ConfigError(f"--model: {path} holds no config.json{why}")
         return path
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ConfigError(f"--model: {path} is neither a .gguf file nor a directory")
+            instead = _INSTEAD.get(path.suffix, "")
+            raise ConfigError(f"--model: {path} is neither a .gguf file nor a directory{instead}")
         return path
+    meant = _meant(model)
     raise ConfigError(
         f"--model: {model!r} is neither 'demo' nor 'demo-base' nor an existing .gguf file or model directory, nor a name on "
-        "the hub (owner/name, or owner/name:file.gguf), nor a URL"
+        f"the hub (owner/name, or owner/name:file.gguf), nor a URL{f'; did you mean {meant}?' if meant else ''}"
     )
+
+
+def _meant(model: str) -> str | None:
+    """The name that was meant by one that names nothing, as far as can be told."""
+    name = model.rstrip("/").removeprefix("hf.co/").removeprefix("huggingface.co/")
+    if name != model and parse_hub_name(name) is not None:
+        return name
+    packaged = name.lower().removesuffix(":latest")
+    return packaged if packaged in PACKAGED_MODELS else None

@@ -10,6 +10,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -284,10 +285,15 @@ def parse_config(cls: type[ConfigT], program: str, description: str, argv: list[
         parser.exit(2, f"{program}: error: {error}\n")
 
 
+_WITH_UNIT = re.compile(r"\s*[-+]?[0-9.]+\s*([A-Za-z%]+)\s*")
+
+
 def _explain(cls: type[ServiceConfig], item: dict[str, Any], prefix: str) -> str:
     name = ".".join(map(str, item["loc"][:2] if _is_compound(cls, item["loc"]) else item["loc"][:1])) or "configuration"
     said, value = item["msg"].removeprefix("Value error, "), f"{item['input']!r}"
     shown = "" if item["type"] == "missing" or value in said else f" (got {value})"
+    if item["type"] in ("int_parsing", "float_parsing") and (unit := _WITH_UNIT.fullmatch(str(item["input"]))):
+        shown += ": a share is a number from 0 to 1" if unit[1] == "%" else f": leave {unit[1]!r} away"
     return without_credentials(f"{flag_of(name, prefix)} / {variable_of(cls, name)}: {said}{shown}")
 
 

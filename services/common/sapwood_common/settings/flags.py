@@ -53,6 +53,7 @@ def add_option(
     if reads_variable:
         # argparse parses a text default as if it had been typed, so a wrong variable is reported like a wrong flag.
         default = os.environ.get(variable, default)
+        parse = _naming(variable, parse)
     how: dict[str, Any] = {"type": parse, "metavar": shown}
     if kind == "switch":
         how = {"action": argparse.BooleanOptionalAction}
@@ -63,6 +64,19 @@ def add_option(
     explained = f"{text} [{variable}; default: {words}]".replace("%", "%%")
     name = dest or flag.strip("-").replace("-", "_")
     parser.add_argument(flag, dest=name, default=default, help=explained, **how)
+
+
+def _naming(variable: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The parser, which says of a wrong value of the variable where it is from."""
+    present = os.environ.get(variable)
+
+    def named(text: str) -> Any:
+        try:
+            return parse(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error} ({variable})" if text == present else str(error)) from None
+
+    return named
 
 
 class _CompoundSwitch(argparse.Action):
@@ -97,7 +111,15 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+def number(text: str) -> float:
+    """A parser of numbers."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def whole_number(least: int | None = None, most: int | None = None) -> Callable[[str], int]:
     """A parser of integers from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
@@ -105,7 +127,7 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least or (most is not None and value > most):
+        if (least is not None and value < least) or (most is not None and value > most):
             raise argparse.ArgumentTypeError(f"{value} is not {f'{least} to {most}' if most else f'at least {least}'}")
         return value
 

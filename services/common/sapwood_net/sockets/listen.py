@@ -64,7 +64,8 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 def why_not(error: OSError, host: str) -> str:
     """Explains the error of a socket that should listen on ``host``."""
     if is_foreign(error):
-        return f"{host} is no address of this machine"
+        alone = ": an address stands there without scheme and port" if "/" in host or host.count(":") == 1 else ""
+        return f"{host} is no address of this machine{alone}"
     if error.errno == errno.EADDRINUSE:
         return "another process listens there"
     return error.strerror or str(error)

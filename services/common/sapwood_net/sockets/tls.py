@@ -54,14 +54,28 @@ def server_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> S
     if cert is None or key is None:
         raise ConfigError("--tls-cert and --tls-key go together, and --tls-client-ca with them")
     tls = ServerTls(cert, key, client_ca)
+    for flag, file in (("--tls-cert", cert), ("--tls-key", key), ("--tls-client-ca", client_ca)):
+        _check_readable(flag, file)
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(cert, key)
         if client_ca is not None:
             context.load_verify_locations(client_ca)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--tls-cert {cert}, --tls-key {key}: {error.strerror or error}") from None
+        said = error.strerror or str(error)
+        if isinstance(error, ssl.SSLError) and "PEM lib" in said:  # OpenSSL's word for a file with none of it
+            said = "one of them holds no PEM: -----BEGIN CERTIFICATE----- in the first, -----BEGIN PRIVATE KEY----- in the second"
+        raise ConfigError(f"--tls-cert {cert}, --tls-key {key}: {said}") from None
     return tls
+
+
+def _check_readable(flag: str, file: Path | None) -> None:
+    """OpenSSL does not say which of two files it cannot open. Raises ConfigError."""
+    try:
+        if file is not None:
+            file.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot read {file}: {error.strerror}") from None
 
 
 class ServerContext:

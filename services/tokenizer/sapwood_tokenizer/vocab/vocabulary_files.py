@@ -158,7 +158,8 @@ def _through_transformers(directory: Path) -> Vocabulary:
     except Exception as error:  # of any class
         reason = shorten(str(error), 300, placeholder=" ...")  # several lines; the first may say nothing
         raise ConfigError(
-            f"--model: {directory} holds no {_OTHERS}, and transformers finds no tokenizer in it: {reason}"
+            f"--model: {directory} holds no {_OTHERS}, and transformers finds no tokenizer in it: {reason}; "
+            "the model's tokenizer.json belongs there"
         ) from error
     if not isinstance(loaded, PreTrainedTokenizerFast):
         raise ConfigError(

@@ -1,14 +1,21 @@
 # Everything is installed into .venv on first use; `make clean` takes it away again.
 #
 #   PYTHON  the interpreter the environment is made from, 3.11 or newer
-#   TORCH   the torch to install first, before it is pulled in as a dependency. On Linux PyPI's own build brings gigabytes of
-#           CUDA libraries; without a GPU, the CPU build is much smaller:
-#             make up TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+#   TORCH   the torch to install first, before it is pulled in as a dependency. For Linux PyPI's own build brings gigabytes of
+#           CUDA libraries; unless TORCH says otherwise, a machine without a GPU takes the build for CPUs, if CPU_TORCH answers
+#   CPU_TORCH  the index that has it
 #   SHARD   K/N runs the K-th of N parts of the slow tests, or of the containers'; all of them unless given
 #   ARGS    further flags: make up ARGS='--workers 1', make test ARGS='-k router'
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+CPU_TORCH ?= https://download.pytorch.org/whl/cpu
+ifeq ($(origin TORCH),undefined)
+TORCH := torch==2.13.0
+# Of equal versions pip takes the one with +cpu. In recipes only: it asks the index.
+for_cpu = $$([ "$$(uname -s)" != Linux ] || [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || ! $(BIN)/python -c \
+  'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' $(CPU_TORCH)/torch/ 2>/dev/null \
+  || echo --extra-index-url $(CPU_TORCH))
+endif
 ARGS ?=
 ROUNDS ?= 20
 PART ?= 1/1
@@ -135,13 +142,13 @@ install = @{ $(BIN)/pip install --disable-pip-version-check $(1) 2>$(VENV)/.pip;
 
 $(BIN)/.installed: $(BIN)/pip $(SOURCES)
 	@echo "installing into $(VENV); the first time this takes a minute or two"
-	$(call install,$(TORCH))
+	$(call install,$(TORCH) $(for_cpu))
 	$(call install,-e '.[all]')
 	@touch $@
 
 $(BIN)/.installed-dev: $(BIN)/pip $(SOURCES)
 	@echo "installing into $(VENV), tools for development included; the first time this takes two minutes or so"
-	$(call install,$(TORCH))
+	$(call install,$(TORCH) $(for_cpu))
 	$(call install,-e '.[dev]')
 	@touch $(BIN)/.installed $@
 
@@ -150,7 +157,7 @@ $(BIN)/.system: $(BIN)/pip tests/system.sh
 	@touch $@
 
 $(BIN)/.browsers: $(BIN)/pip tests/system.sh
-	@tests/system.sh $(BIN) chromium firefox-esr
+	@tests/system.sh $(BIN) chromium firefox-esr debootstrap
 	@touch $(BIN)/.system $@
 
 # Without Node the one test that needs it is skipped, and says so.

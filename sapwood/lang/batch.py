@@ -50,7 +50,7 @@ class Finished:
         self.text: str = entry["text"]
         self.messages, self.variables, self.meta = entry["messages"], entry["variables"], entry["meta"]
         self.returned = entry["returned"]
-        self.converters: dict[str, Any] = {}
+        self.kinds: dict[str, str] = entry.get("kinds", {})
         why = entry["error"]
         self.error = None if why is None else ProgramError(why["node"], why["line"], why["reason"])
         self.record = Record(events=[Event(**{**each, "usage": Usage(**each["usage"])}) for each in entry["events"]])
@@ -114,9 +114,14 @@ class Journal:
                 raise ValueError(f"journal: row {index} of {self._path} had other arguments")
 
     def add(self, row: Row, state: State) -> None:
-        """Notes a row that has ended. Raises TypeError if a value of it is not JSON."""
+        """Notes a row that has ended. Raises TypeError that names the value if one of it is not JSON."""
         run = state._executor
         error = run.error
+        for name, value in (*run.variables.items(), ("what the program returns", run.returned)):
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as why:
+                raise TypeError(f"row {row.index}: the journal cannot hold {name!r}: {why}") from None
         self._write(
             {
                 "row": row.index,
@@ -124,6 +129,7 @@ class Journal:
                 "text": run.text,
                 "messages": run.messages,
                 "variables": run.variables,
+                "kinds": run.kinds,
                 "meta": run.meta,
                 "returned": run.returned,
                 "error": None if error is None else {"node": error.node, "line": error.line, "reason": error.reason},

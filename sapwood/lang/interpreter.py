@@ -8,6 +8,7 @@ that begins when its parent comes to the fork. Submitting never waits, so forks 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -118,7 +119,8 @@ class Interpreter:
         self.meta: dict[str, Any] = {}
         self.error: ProgramError | None = None
         self.returned: Any = None
-        self.converters: dict[str, Any] = {}
+        self.kinds: dict[str, str] = {}
+        """What the answers among the variables are, if not only texts: keys of ``VALUES``."""
         self.submitted = 0
         """Nodes so far, counted by who submits."""
         self.record: Record = Record() if parent is None else parent.record
@@ -144,6 +146,8 @@ class Interpreter:
         self._begun = parent is None
         self._changed = asyncio.Event()
         self._children: list[Interpreter] = []
+        self._scores: dict[bytes, asyncio.Task[tuple[list[Scored], Usage]]] = {} if parent is None else parent._scores
+        """What this run's states have asked for, by a digest of text and choices."""
         self._ended = False
 
     # From the program, in any thread.
@@ -152,6 +156,8 @@ class Interpreter:
         """Adds nodes. Returns at once; raises the error of an earlier node."""
         if self.error is not None:
             raise self.error
+        if self._ended:
+            raise RuntimeError(f"the run has ended: nothing can be appended to its state ({nodes[0].line})")
         self.submitted += len(nodes)
         if _running_loop() is self.loop:
             self._append(nodes)
@@ -188,13 +194,13 @@ class Interpreter:
 
     async def finish(self) -> None:
         """The program has submitted all. Returns when this state and its forks are done; raises the first error."""
+        family = self._family()
         try:
-            await self.drained()
-            for child in self._children:
-                await child.finish()
+            for each in family:
+                await each.drained()
         finally:
-            self._ended = True
-            self._wake()
+            for each in family:
+                each._over()
 
     @property
     def idle(self) -> bool:
@@ -216,13 +222,15 @@ class Interpreter:
 
     async def cancel(self) -> None:
         """Stops this state and its forks; requests under way are cancelled at their servers."""
-        for child in self._children:
-            await child.cancel()
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        self._end(self.error or ProgramError("run", "", "it was cancelled"))
+        for each in reversed(self._family()):
+            task, each._task = each._task, None
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            each._end(each.error or ProgramError("run", "", "it was cancelled"))
+            each._over()
+
+    def _over(self) -> None:
         self._ended = True
         self._wake()
 
@@ -237,7 +245,11 @@ class Interpreter:
         await self.backend.release([each._id for each in self._family()])
 
     def _family(self) -> list[Interpreter]:
-        return [self, *(each for child in self._children for each in child._family())]
+        """This state and its forks, each before its own; a chain of forks may be longer than a stack is deep."""
+        family = [self]
+        for each in family:
+            family += each._children
+        return family
 
     async def _until(self, condition: Any) -> None:
         while not condition() and self.error is None:
@@ -336,9 +348,9 @@ class Interpreter:
             case ScopeBegin():
                 self._scopes.append(len(self.text))
             case ScopeEnd(name=name):
-                self.variables[name] = self.text[self._scopes.pop() :]
+                self._set(name, self.text[self._scopes.pop() :])
             case SetVariable(name=name, value=value):
-                self.variables[name] = value
+                self._set(name, value)
             case Commit():
                 return await self.backend.commit(self._prompt())
             case Fork(children=children):
@@ -352,6 +364,12 @@ class Interpreter:
             case _:
                 raise TypeError(f"the interpreter does not know {type(node).__name__}")
         return None
+
+    def _set(self, name: str, value: Any, kind: str | None = None) -> None:
+        self.variables[name] = value
+        self.kinds.pop(name, None)
+        if kind is not None:
+            self.kinds[name] = kind
 
     def _fill(self, text: str) -> None:
         if self._speculation is not None:
@@ -432,7 +450,7 @@ class Interpreter:
         self.text += text
         if node.name is None:
             return
-        self.variables[node.name] = list(found.texts) if several else text
+        self._set(node.name, list(found.texts) if several else text, node.kind)
         usage = found.usage
         meta = {
             "prompt_tokens": usage.prompt_tokens,
@@ -442,22 +460,18 @@ class Interpreter:
         metas = [{**meta, **each} for each in found.meta] or [meta]
         self.meta[node.name] = metas if several else metas[min(index, len(metas) - 1)]
         self._reasoning[node.name] = found.reasoning[index] if found.reasoning else ""
-        if node.convert is not None:
-            self.converters[node.name] = node.convert
 
     async def _select(self, node: Select) -> Usage:
         method = node.method
         scored: list[Scored] = []
         usage, decision = Usage(requests=0), Decision(0, (0.0,))
         if len(node.choices) > 1:
-            scored, usage = await self.backend.score(
-                self._prompt(), node.choices, unconditional=method.requires_unconditional
-            )
+            scored, usage = await self._score(node)
             decision = method.decide(scored)
         choice = node.choices[decision.index]
         self._fill(choice)
         if node.name is not None:
-            self.variables[node.name] = choice
+            self._set(node.name, choice)
             self.meta[node.name] = {
                 "method": method.name,
                 "scores": dict(zip(node.choices, decision.scores, strict=True)),
@@ -467,6 +481,26 @@ class Interpreter:
                 "cached_tokens": usage.cached_tokens,
             }
         return usage
+
+    async def _score(self, node: Select) -> tuple[list[Scored], Usage]:
+        """How likely the choices are. States of a run whose texts are equal ask once for the same choices."""
+        prompt, unconditional = self._prompt(), node.method.requires_unconditional
+        shown = not isinstance(prompt.turn, str) or any(
+            not isinstance(each["content"], str) for each in prompt.messages
+        )
+        if shown:
+            return await self.backend.score(prompt, node.choices, unconditional=unconditional)
+        text = repr((prompt.text, prompt.role, node.choices, unconditional))
+        key = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+        if (asked := self._scores.get(key)) is not None:
+            return (await asyncio.shield(asked))[0], Usage(requests=0)
+        task = self.loop.create_task(self.backend.score(prompt, node.choices, unconditional=unconditional))
+        self._scores[key] = task
+        try:
+            return await task
+        except BaseException:
+            del self._scores[key]
+            raise
 
     def _begin_role(self, node: RoleBegin) -> None:
         if self._at.role is not None:
@@ -493,7 +527,7 @@ class Interpreter:
         assert parent is not None
         self.text, self.messages = parent.text, list(parent.messages)
         self.variables, self.meta = dict(parent.variables), dict(parent.meta)
-        self.converters = dict(parent.converters)
+        self.kinds = dict(parent.kinds)
         self._at, self._turn_at, self._turn_parts = parent._at, parent._turn_at, list(parent._turn_parts)
         self._scopes, self._reasoning = list(parent._scopes), dict(parent._reasoning)
         self._fork_at = len(self.text)
@@ -509,11 +543,14 @@ class Interpreter:
             self._fill("".join(child.text[child._fork_at :] for child in node.children))
             return
         found: dict[str, list[Any]] = {}
+        kinds: dict[str, set[str | None]] = {}
         for child in node.children:
             for name in child._own:
                 if name not in self.variables or name in self._gathered:
                     found.setdefault(name, []).append(child.variables[name])
-        self.variables |= found
+                    kinds.setdefault(name, set()).add(child.kinds.get(name))
+        for name, values in found.items():
+            self._set(name, values, next(iter(kinds[name])) if len(kinds[name]) == 1 else None)
         self._own |= dict.fromkeys(found)
         self._gathered |= set(found)
 

@@ -11,7 +11,7 @@ import sys
 from asyncio import Future
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, Unpack
+from typing import Any, SupportsIndex, TypedDict, Unpack
 
 from sapwood.lang.choices import ChoicesMethod, token_length_normalized
 
@@ -98,6 +98,10 @@ class Expression:
     def __radd__(self, other: str | Expression) -> ExpressionList:
         return ExpressionList([*parts_of(other), *parts_of(self)])
 
+    def __format__(self, spec: str) -> str:
+        """Raises TypeError: a text would have the node's description, not what it does."""
+        raise TypeError(f"an expression cannot stand in an f-string: append it with + ({where()})")
+
 
 class ExpressionList(Expression):
     """Nodes that are done one after the other."""
@@ -138,12 +142,12 @@ class Gen(Node):
     Attributes:
         name: The variable that gets the answer; None: only the text does.
         options: How it samples.
-        convert: Makes a value of the answer, for ``s.value(name)``.
+        kind: What ``s.value(name)`` makes of the answer: a key of ``VALUES``; None: nothing.
     """
 
     name: str | None
     options: GenOptions
-    convert: Callable[[str], Any] | None = None
+    kind: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -351,27 +355,39 @@ def gen(
     if choices is not None:
         return select(name, choices, choices_method=choices_method or token_length_normalized)
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    if not isinstance(name, str | Expression | None):
+        raise ValueError(f"the name of a gen is a text, not {name!r:.60}")
+    if not isinstance(max_tokens, SupportsIndex | Expression | None):
+        raise ValueError(f"max_tokens is a whole number, not {max_tokens!r:.60}")
     if max_tokens is not None:
         given["max_tokens"] = max_tokens
-    convert: Callable[[str], Any] | None = json.loads if "json_schema" in given else None
+    found = "json" if "json_schema" in given else None
     if dtype is not None:
-        kind = getattr(dtype, "__name__", str(dtype))
-        if kind not in _TYPES:
-            raise ValueError(f"dtype is one of {', '.join(_TYPES)}, not {kind!r}")
-        given["regex"], stops, convert = _TYPES[kind]
+        found = getattr(dtype, "__name__", str(dtype))
+        if found not in _TYPES:
+            raise ValueError(f"dtype is one of {', '.join(_TYPES)}, not {found!r}")
+        given["regex"], stops = _TYPES[found]
         if stops:
             stop = given.get("stop", ())
             given["stop"] = [*([stop] if isinstance(stop, str) else stop), *stops]
     check_options(given)
-    return Gen(name, given, convert)  # type: ignore[arg-type]
+    return Gen(name, given, found)  # type: ignore[arg-type]
 
 
-_TYPES: dict[str, tuple[str, tuple[str, ...], Callable[[str], Any]]] = {
-    "int": (INT_REGEX + r"[ \n]*", (" ", "\n"), int),
-    "float": (FLOAT_REGEX + r"[ \n]*", (" ", "\n"), float),
-    "str": (STRING_REGEX, (), json.loads),
-    "bool": (BOOL_REGEX, (), lambda text: text == "True"),
+_TYPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "int": (INT_REGEX + r"[ \n]*", (" ", "\n")),
+    "float": (FLOAT_REGEX + r"[ \n]*", (" ", "\n")),
+    "str": (STRING_REGEX, ()),
+    "bool": (BOOL_REGEX, ()),
 }
+VALUES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": json.loads,
+    "bool": lambda text: text == "True",
+    "json": json.loads,
+}
+"""What an answer of each kind says; raises ValueError if it is cut off."""
 
 
 def check_options(given: Mapping[str, Any]) -> None:
@@ -425,8 +441,8 @@ def select(
     Raises:
         ValueError: A choice is missing or empty, or the temperature is not 0.
     """
-    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise ValueError("select needs choices, each a text that is not empty")
+    if not choices or isinstance(choices, str) or not all(isinstance(each, str) and each for each in choices):
+        raise ValueError("select needs a list of choices, each a text that is not empty")
     if temperature > 1e-5:
         raise ValueError("select takes the likeliest choice: its temperature is 0")
     return Select(name, tuple(choices), choices_method)

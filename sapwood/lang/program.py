@@ -26,6 +26,7 @@ from sapwood.lang.trace import TRACING, Trace, Tracer, Unknown
 
 _LEAST_PREFIX = 64
 """Characters that a prefix has at least, if it is computed before a batch."""
+_OF_RUNS = ("backend", "stream")
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
@@ -41,7 +42,7 @@ class Program:
         bound: Arguments that are given already.
 
     Raises:
-        TypeError: The function has no argument for the state.
+        TypeError: The function has no argument for the state, or one that a run cannot give by its name.
     """
 
     def __init__(
@@ -50,6 +51,10 @@ class Program:
         names = list(inspect.signature(func).parameters)
         if not names:
             raise TypeError(f"{func.__qualname__} has no argument: the first of a program is its state")
+        for each in list(inspect.signature(func).parameters.values())[1:]:
+            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) or each.name in _OF_RUNS:
+                why = "run has one of this name" if each.name in _OF_RUNS else "a program's arguments are given by name"
+                raise TypeError(f"{func.__qualname__} cannot have the argument {str(each)!r}: {why}")
         self.func = func
         self.arg_names = names[1:]
         self._signature = inspect.signature(func)
@@ -187,6 +192,8 @@ class Program:
         if concurrency < 1:
             raise ValueError(f"concurrency is at least 1, not {concurrency}")
         backend = backend_or_default(backend)
+        if isinstance(rows, Mapping):
+            raise TypeError("rows is a list of rows, not one row")
         arguments = [self._row(index, row) for index, row in enumerate(rows)]
         defaults = self._options(options)
         if arguments:
@@ -234,9 +241,12 @@ class Program:
                 _at_once(done)
         except UntraceableError as end:
             trace.stopped = str(end)
-        except (TypeError, AttributeError, KeyError, ValueError, RuntimeError) as end:
-            # The program did with a value what no Unknown can do.
-            trace.stopped = f"{type(end).__name__}: {end}"
+        except ProgramError:
+            raise
+        except Exception as end:  # the program did with a value what no Unknown can do, or does not like one
+            with suppress(UntraceableError):  # as its text, too, may look into one
+                trace.stopped = type(end).__name__
+                trace.stopped = f"{type(end).__name__}: {end}"
         finally:
             TRACING.reset(token)
         return trace
@@ -309,9 +319,9 @@ class Program:
         if len(args) > len(positional):
             raise TypeError(f"{self.__name__} takes {len(positional)} arguments after its state, not {len(args)}")
         own |= zip(positional, args, strict=False)
-        given = {**self._bound, **own}
+        given, named = {**self._bound, **own}, self._options(options)
         self._signature.bind(None, **given)  # raises TypeError that names what is missing
-        return given, self._options(options)
+        return given, named
 
     def _options(self, options: Mapping[str, Any]) -> GenOptions:
         named = {_RENAMED.get(name, name): value for name, value in options.items() if value is not None}
@@ -323,12 +333,15 @@ class Program:
 
     def _row(self, index: int, row: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         """A row's arguments. Raises TypeError that names the row."""
+        if not isinstance(row, Mapping | Sequence) or isinstance(row, str | bytes):
+            raise TypeError(f"row {index} is {row!r:.60}: give arguments by name in a mapping, or in order in a tuple")
         try:
-            if isinstance(row, Mapping):
-                return self._split((), row)[0]
-            return self._split(row, {})[0]
+            given, options = self._split((), row) if isinstance(row, Mapping) else self._split(row, {})
         except TypeError as error:
             raise TypeError(f"row {index}: {error}") from None
+        if options:
+            raise TypeError(f"row {index}: {next(iter(options))!r} is an option of all rows: give it to run_batch")
+        return given
 
 
 @overload

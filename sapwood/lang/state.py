@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, overload
 from sapwood.lang.errors import ProgramError
 from sapwood.lang.interpreter import Interpreter, Record
 from sapwood.lang.nodes import (
+    VALUES,
     Expression,
     ExpressionList,
     Gen,
@@ -114,7 +115,10 @@ class State:
     # What programs read.
 
     def __getitem__(self, name: str) -> Any:
-        return self._wait(lambda: self._executor.get(name), not self._pending(name))
+        try:
+            return self._wait(lambda: self._executor.get(name), not self._pending(name))
+        except KeyError:
+            raise KeyError(f"no variable {name!r} ({where()})") from None
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._executor.submit(SetVariable(name, value))
@@ -136,10 +140,18 @@ class State:
         return await self._here(lambda: self._executor.get(name))
 
     def value(self, name: str) -> Any:
-        """A variable as what it says: a number for ``gen_int`` and ``gen_float``, JSON for a schema; else the text."""
-        text = self[name]
-        convert = self._executor.converters.get(name)
-        return text if convert is None else [*map(convert, text)] if isinstance(text, list) else convert(text)
+        """A variable as what it says: a number for ``gen_int`` and ``gen_float``, JSON for a schema; else the text.
+
+        Raises:
+            ValueError: The text says none: ``max_tokens`` has cut it off.
+        """
+        text, kind = self[name], self._executor.kinds.get(name)
+        if kind is None:
+            return text
+        try:
+            return _value(text, kind)
+        except ValueError:
+            raise ValueError(f"{name!r} is {text!r:.80}: that is no whole {kind} ({where()})") from None
 
     def get_meta_info(self, name: str) -> Any:
         """What is known of an answer: tokens, finish reason, log probabilities; of a choice its scores."""
@@ -370,6 +382,11 @@ class Forks(Sequence[State]):
 def _is_mergeable(node: Gen, defaults: Mapping[str, Any]) -> bool:
     options = {**defaults, **node.options}
     return options.get("seed") is None and options.get("n", 1) == 1
+
+
+def _value(text: Any, kind: str) -> Any:
+    """What an answer says, or each of several."""
+    return [_value(each, kind) for each in text] if isinstance(text, list) else VALUES[kind](text)
 
 
 def _at_once(work: Coroutine[Any, Any, Any]) -> Any:

@@ -42,7 +42,8 @@ class Unknown(Node):
     def _look(self, *_: Any) -> Any:
         raise self._looked()
 
-    __format__ = __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __len__ = __iter__ = _look
+    __format__ = _look  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __bool__ = __len__ = __iter__ = _look
     __int__ = __float__ = __getitem__ = __contains__ = __index__ = __call__ = __mul__ = __sub__ = _look
 
 
@@ -69,7 +70,7 @@ class Trace:
         return found
 
     def __str__(self) -> str:
-        lines = [f"%{number} [{state}] {node!r}" if isinstance(node, Unknown) else f"%{number} [{state}] {node}"
+        lines = [f"%{number} [{state}] {node!r}" if isinstance(node, Unknown) else f"%{number} [{state}] {node!s}"
                  for number, (state, node) in enumerate(self.nodes)]  # fmt: skip
         return "\n".join([*lines, *([f"... {self.stopped}"] if self.stopped else [])])
 
@@ -98,7 +99,7 @@ class Tracer:
         self._state = self._states[-1]
         self.submitted = 0
         self.variables: dict[str, Any] = {} if parent is None else dict(parent.variables)
-        self.converters: dict[str, Any] = {}
+        self.kinds: dict[str, str] = {}
 
     @property
     def text(self) -> str:

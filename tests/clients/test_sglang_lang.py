@@ -112,6 +112,4 @@ def test_a_tree_of_thought_and_choices_ask_half_as_often_and_compute_little_agai
         again, their_again = (each["computed"] - each["distinct"] for each in (our, their))
         assert our["requests"] <= their["requests"] / 2
         assert again <= our["computed"] / 10
-        # A tree has several answers to a prompt, each of which computes its last token, and texts that differ from run to run.
-        assert again <= their_again / {"tree_of_thought": 2, "select": 10}[name]
-        assert their_again > 0
+        assert again <= their_again / 10 and their_again > 0

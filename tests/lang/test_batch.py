@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -113,6 +114,63 @@ def test_a_journal_gives_back_what_has_ended_and_the_rest_is_run(backend: Any, t
             entries = [json.loads(line) for line in path.read_text().splitlines()]
             assert sorted(each["row"] for each in entries[1:]) == list(range(9))
     assert again[3].timeline().requests == 1 and again[3].error() is None
+
+
+def test_values_from_a_journal_are_those_of_the_run(make_backend: Any, tmp_path: Path) -> None:
+    class Numbers(make_backend):  # type: ignore[misc]
+        async def generate(self, prompt: Any, options: Any) -> Any:
+            return dataclasses.replace(await super().generate(prompt, options), texts=("42",))
+
+    @sl.function
+    def numbers(s: sl.State, number: int) -> None:
+        s += str(number) + sl.gen_int("i") + sl.gen("j", json_schema={"type": "number"}) + sl.gen("t")
+
+    for _ in range(2):
+        (state,) = numbers.run_batch(rows(1), backend=Numbers(), journal=tmp_path / "journal")
+        assert [state.value(name) for name in "ijt"] == [42, 42, "42"]
+
+
+def test_a_value_that_a_journal_cannot_hold_is_named(backend: Any, tmp_path: Path) -> None:
+    @sl.function
+    def holds(s: sl.State, number: int) -> None:
+        s["odd"] = {number}
+
+    with pytest.raises(TypeError, match="row 0: the journal cannot hold 'odd': Object of type set"):
+        holds.run_batch(rows(1), backend=backend, journal=tmp_path / "journal")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["Oslo"], "row 0 is 'Oslo': give arguments by name"),
+        ([{"number": 1}, 5], "row 1 is 5: give arguments by name"),
+        ({"number": 1}, "rows is a list of rows, not one row"),
+        ([{"number": 1, "temperature": 0}], "row 0: 'temperature' is an option of all rows"),
+        ([{"numbre": 1}], "row 0: .*'numbre'"),
+        ([{}], "row 0: missing a required argument: 'number'"),
+    ],
+)
+def test_rows_that_no_run_could_take_are_refused(backend: Any, given: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        program.run_batch(given, backend=backend)
+    assert not backend.asked
+
+
+def test_a_program_that_checks_its_arguments_is_run_all_the_same(backend: Any) -> None:
+    class StrangeError(Exception):
+        pass
+
+    @sl.function
+    def careful(s: sl.State, number: int) -> None:
+        s += PREFIX
+        assert isinstance(number, int), number
+        if not isinstance(number, int):
+            raise StrangeError
+        s += str(number)
+
+    states = careful.run_batch(rows(2), backend=backend)
+    assert [state.text() for state in states] == [PREFIX + "0", PREFIX + "1"]
+    assert backend.asked == [("warm", PREFIX, 0)]
 
 
 def test_a_journal_of_something_else_is_refused(backend: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import sapwood.lang as sl
-from sapwood.lang.nodes import Gen
+from sapwood.lang.nodes import VALUES, Gen
 
 
 def test_text_and_answers_follow_each_other_and_variables_hold_the_answers(backend: Any, oracle: Any) -> None:
@@ -132,8 +133,8 @@ def test_a_dtype_is_a_regular_expression(dtype: type, pattern: str) -> None:
     node = sl.gen("x", dtype=dtype)
     assert isinstance(node, Gen)
     example = {int: "12", float: "1.5", bool: "True", str: '"a b"'}[dtype]
-    assert re.fullmatch(node.options["regex"], example) and node.convert is not None
-    assert node.convert(example) == {int: 12, float: 1.5, bool: True, str: "a b"}[dtype]
+    assert re.fullmatch(node.options["regex"], example) and node.kind == dtype.__name__
+    assert VALUES[node.kind](example) == {int: 12, float: 1.5, bool: True, str: "a b"}[dtype]
 
 
 def test_values_are_of_the_type_that_their_node_says(make_backend: Any) -> None:
@@ -153,6 +154,56 @@ def test_values_are_of_the_type_that_their_node_says(make_backend: Any) -> None:
     assert state["i"] == "42" and state.value("many") == [42, 42]
 
 
+def test_a_value_is_of_the_node_that_set_it_last_also_in_forks(make_backend: Any) -> None:
+    class Numbers(make_backend):  # type: ignore[misc]
+        async def generate(self, prompt: Any, options: Any) -> Any:
+            found = await super().generate(prompt, options)
+            return dataclasses.replace(found, texts=("7",) * len(found.texts))
+
+    @sl.function
+    def program(s: sl.State) -> None:
+        s += "a" + sl.gen_int("x") + sl.gen_int("y") + sl.gen_int("z")
+        s["x"] = "no number"
+        s += sl.gen("y") + sl.select("z", ["one"])
+        forks = s.fork(2)
+        forks += "b" + sl.gen_int("w", n=2)
+        forks += sl.gen_int("v")
+        forks[0]["u"] = forks[1]["u"] = "text"
+        forks.join()
+
+    state = program.run(backend=Numbers())
+    assert [state.value(name) for name in "xyzuvw"] == [
+        "no number", "7", "one", ["text", "text"], [7, 7], [[7, 7], [7, 7]],
+    ]  # fmt: skip
+
+
+def test_a_value_that_was_cut_off_is_an_error_that_names_variable_and_line(backend: Any) -> None:
+    @sl.function
+    def program(s: sl.State) -> None:
+        s += "a" + sl.gen("x", json_schema={"type": "object"})
+
+    state = program.run(backend=backend)
+    with pytest.raises(ValueError, match=r"'x' is ' .*': that is no whole json \(.*test_programs.py:\d+\)"):
+        state.value("x")
+    with pytest.raises(KeyError, match=r"no variable 'nobody' \(.*test_programs.py:\d+\)"):
+        state["nobody"]
+    with pytest.raises(RuntimeError, match=r"the run has ended.*test_programs.py:\d+\)"):
+        state += "more"
+
+
+def test_a_chain_of_forks_may_be_longer_than_a_stack_is_deep(backend: Any) -> None:
+    @sl.function
+    def program(s: sl.State, length: int) -> int:
+        s += "a"
+        for _ in range(length):
+            s = s.fork(1)[0]
+            s += "b"
+        return len(s.text())
+
+    assert program.run(1200, backend=backend).returned == 1201
+    assert program.run_batch([(1200,)], backend=backend)[0].returned == 1201
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -160,7 +211,11 @@ def test_values_are_of_the_type_that_their_node_says(make_backend: Any) -> None:
         (lambda: sl.gen("a", regex="a", json_schema={}), "only one of regex and json_schema"),
         (lambda: sl.gen("a", temprature=1), "no option 'temprature'"),
         (lambda: sl.gen("a", dtype=dict), "dtype is one of"),
-        (lambda: sl.select("a", []), "needs choices"),
+        (lambda: sl.gen(5), "the name of a gen is a text, not 5"),
+        (lambda: sl.gen("a", "20"), "max_tokens is a whole number, not '20'"),
+        (lambda: sl.select("a", []), "needs a list of choices"),
+        (lambda: sl.select("a", "yes"), "needs a list of choices"),
+        (lambda: sl.gen("a", choices="yes"), "needs a list of choices"),
         (lambda: sl.select("a", ["b", ""]), "not empty"),
         (lambda: sl.select("a", ["b"], temperature=0.5), "temperature is 0"),
         (lambda: sl.separate_reasoning("text"), "a gen with a name"),
@@ -169,6 +224,24 @@ def test_values_are_of_the_type_that_their_node_says(make_backend: Any) -> None:
 def test_a_wrong_node_is_refused_where_it_is_made(make: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make()
+
+
+def test_an_expression_in_an_f_string_is_refused() -> None:
+    for each in (sl.gen("a"), "text" + sl.gen("a"), sl.user("hi")):
+        with pytest.raises(TypeError, match=r"append it with \+ \(.*test_programs.py:\d+\)"):
+            f"Answer: {each}"
+
+
+def test_functions_whose_arguments_no_run_could_give_are_no_programs() -> None:
+    def several(s: sl.State, *parts: str) -> None: ...
+    def named(s: sl.State, **parts: str) -> None: ...
+    def in_order(s: sl.State, part: str, /) -> None: ...
+    def stream(s: sl.State, stream: str) -> None: ...
+    def backend(s: sl.State, backend: str = "x") -> None: ...
+
+    for wrong in (several, named, in_order, stream, backend):
+        with pytest.raises(TypeError, match="cannot have the argument"):
+            sl.function(wrong)
 
 
 def test_arguments_that_a_program_has_not_are_refused(backend: Any) -> None:
@@ -359,6 +432,46 @@ def test_select_takes_the_likeliest_choice_and_its_meta_has_the_scores(backend: 
     if method is not sl.greedy_token_selection:
         assert state["x"] == max(choices, key=lambda choice: expected[choice])
     assert state.text() == "Is it?" + state["x"] and backend.asked == [("score", "Is it?", 3)]
+
+
+def test_states_with_equal_texts_ask_once_for_the_same_choices(backend: Any) -> None:
+    @sl.function
+    def program(s: sl.State) -> list[Any]:
+        s += "a"
+        forks = s.fork(3)
+        for fork in forks:
+            fork += sl.select("x", ["b", "c"])
+        forks[0] += "d"
+        for fork in forks:
+            fork += sl.select("y", ["b", "c"])
+        return [(fork["x"], fork["y"], fork.get_meta_info("x")["scores"]) for fork in forks]
+
+    state = program.run(backend=backend)
+    first, second, third = state.returned
+    assert second == third and first[0] == second[0] and first[2] == second[2]
+    assert len(backend.asked) == 3 and state.timeline().requests == 3
+    program.run(backend=backend)
+    assert len(backend.asked) == 6, "another run asks again"
+
+
+def test_who_waits_for_the_same_scores_gets_the_same_error(make_backend: Any) -> None:
+    class Broken(make_backend):  # type: ignore[misc]
+        async def score(self, *args: Any, **more: Any) -> Any:
+            await super().score(*args, **more)
+            raise OSError("no scores")
+
+    @sl.function
+    def program(s: sl.State) -> list[Any]:
+        s += "a"
+        forks = s.fork(2)
+        for fork in forks:
+            fork += sl.select("x", ["b", "c"])
+        return [fork.error() for fork in forks]
+
+    broken = Broken()
+    with pytest.raises(sl.ProgramError, match="no scores"):
+        program.run(backend=broken)
+    assert len(broken.asked) <= 2
 
 
 def test_a_choice_among_one_asks_nobody(backend: Any) -> None:

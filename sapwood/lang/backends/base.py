@@ -278,7 +278,7 @@ class Backend(ABC):
         if isinstance(node, Image) and Ability.IMAGE not in self.abilities:
             refuse("images: it serves text only")
         if isinstance(node, Image | Video) and self.renders:
-            refuse(f"{node}s with a template: the server has to write the conversation")
+            refuse(f"{node!s}s with a template: the server has to write the conversation")
         if isinstance(node, Video) and Ability.VIDEO not in self.abilities:
             refuse("videos")
         if isinstance(node, Commit) and Ability.COMMIT not in self.abilities:

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     verbs = _verbs(parser)
     assert verbs is not None
-    words = in_full([*words[1:], "--help"] if words[0] == "help" else words)
+    words = in_full(words)
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         known = ("--help", "--version")
         similar = ["--version"] if words[0] in ("-v", "-V") else difflib.get_close_matches(words[0], known, n=1)
@@ -154,6 +154,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
 
 def in_full(words: list[str]) -> list[str]:
     """A command line with the verbs of other programs, such as ``pull``, as ours."""
+    if words[0] == "help":
+        words = [*words[1:], "--help"]
     return [*_SHORT.get(words[0], words[:1]), *words[1:]]
 
 

@@ -251,4 +251,5 @@ def _unreachable(problem: str, address: str, service: str) -> str:
         return f"what listens at {address} does not speak gRPC; this takes the {service}'s gRPC port"
     if problem.startswith("errors resolving"):
         return f"no {service} answers at {address}: it is not HOST:PORT, or there is no such host"
-    return f"UNAVAILABLE: {problem} ({service}: {address}; `sapwood up` starts one here)"
+    start = "; `sapwood up` starts one here" if unconnected else ""
+    return f"UNAVAILABLE: {problem} ({service}: {address}{start})"

@@ -68,7 +68,7 @@ def test_without_a_gpu_the_build_for_cpus_is_taken(indexes: str, tmp_path: Path)
         "--no-cache-dir",
         "-q",
         "-d",
-        tmp_path / "got",
+        str(tmp_path / "got"),
     ]
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PIP_") and "proxy" not in name.lower()

@@ -97,6 +97,27 @@ def test_every_command_that_is_named_is_one(capsys: pytest.CaptureFixture[str]) 
             )
 
 
+def test_no_page_and_no_message_names_a_flag_that_has_another_name_now() -> None:
+    configs = {"router": RouterConfig, "tokenizer": TokenizerConfig, "worker": WorkerConfig}
+    present = {field for config in configs.values() for field in config.model_fields}
+    gone = {old for config in configs.values() for old in config.retired if old not in present}
+    gone |= {f"{service}_{old}" for service, config in configs.items() for old in config.retired}
+    gone -= {f"{service}_{field}" for service, config in configs.items() for field in config.model_fields}
+    flags = re.compile(rf"--({'|'.join(old.replace('_', '-') for old in gone)})(?![\w-])")
+    written = {"configuration.md", "sglang-flags.md"}  # they say what old and others' flags are called now
+    history = {"CHANGELOG.md", *(page.name for page in PAGES if page.name.startswith("figures"))}
+    for page in PAGES:
+        if page.name not in written | history:
+            assert not (found := flags.findall(page.read_text())), f"{page.name}: {found}"
+    sources = [path.read_text() for path in (ROOT / "services").rglob("*.py")]
+    named = [
+        found for text in sources for found in re.findall(r"service_flag\(['\"](\w+)['\"], ['\"]([\w-]+)['\"]\)", text)
+    ]
+    assert len(named) > 3
+    for service, name in named:
+        assert name.replace("-", "_") in configs[service].model_fields, f"--{name} of the {service}"
+
+
 def test_every_make_target_that_is_named_exists() -> None:
     inline = [found for page in PAGES for found in re.findall(r"`make ([a-z-]+)", page.read_text())]
     scripts = [block.code for block in BLOCKS] + [(ROOT / ".ci" / "run").read_text()]

@@ -235,7 +235,7 @@ def broken(body: dict[str, Any]) -> Iterator[bytes]:
     yield json.dumps(body).encode()[:-1] + b", " + json.dumps(body).encode()[1:]  # each key twice
 
 
-NO_SLOTS = "no worker of 'fake' has slots for adapters"
+NO_SLOTS = "no worker of 'fake' has slots for adapters: the worker's --lora-slots (--worker-lora-slots of `sapwood up`) gives some"
 """503, and true."""
 STEERING = {"/pause_generation", "/continue_generation", "/flush_cache"}
 """Paths whose bodies have next to nothing in them, and hold up all others."""

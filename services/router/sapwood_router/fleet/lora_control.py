@@ -11,6 +11,7 @@ import grpc
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError, UnavailableError
 from sapwood_common.network.channel import Dialer
+from sapwood_common.settings.flags import service_flag
 from sapwood_common.status import from_rpc_error
 from sapwood_common.telemetry.shown_text import without_credentials
 from sapwood_router.fleet.loras import FleetLora, WorkerLora
@@ -68,7 +69,8 @@ class LoraControl:
         path = path or (before.path if before is not None else "")
         places = loras.holders(model, name)
         if not places:
-            raise UnavailableError(f"no worker of {model!r} has slots for adapters", retry_after=1.0)
+            flag = service_flag("worker", "lora-slots")
+            raise UnavailableError(f"no worker of {model!r} has slots for adapters: {flag} gives some", retry_after=1.0)
         version = time.time_ns()
         request = worker_pb2.LoadLoraRequest(name=name, path=path, pinned=pinned, version=version)
         first, *others = places

@@ -272,7 +272,7 @@ class EventLoop:
             self._tiering.command(verb, argument, answer)
         else:
             known = (verb, argument) in _WITHOUT_TIERS
-            flag = service_flag("worker", "host-cache-ratio")
+            flag = service_flag("worker", "host-cache")
             answer("" if known else f"this worker's KV cache has no second tier: {flag} gives it one")
 
     def _admit_built(self) -> None:

@@ -673,6 +673,8 @@ async def test_a_requests_time_is_drawn_over_the_services(make_cluster, browser,
         await shoot(page, "trace")
         await page.phone()
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        cut = "[...document.querySelectorAll('.bars .number')].some((e) => e.getBoundingClientRect().right > innerWidth)"
+        assert not await page.evaluate(cut), "each stage's time is seen without scrolling"
         await shoot(page, "trace-phone")
         assert page.complaints() == []
 

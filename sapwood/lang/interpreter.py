@@ -138,7 +138,8 @@ class Interpreter:
         self._gathered: set[str] = set()
         self._scopes: list[int] = []
         """Where the scopes begin that have not ended, the innermost last."""
-        self._reasoning: dict[str, str] = {}
+        self._reasoning: dict[str, list[str]] = {}
+        """What the server set apart from the answers, or from each of several."""
         self._speculation = None if speculates is None else Speculation(speculates)
         self._queue: deque[Node] = deque()
         self._pending: Counter[str] = Counter()
@@ -459,7 +460,7 @@ class Interpreter:
         }
         metas = [{**meta, **each} for each in found.meta] or [meta]
         self.meta[node.name] = metas if several else metas[min(index, len(metas) - 1)]
-        self._reasoning[node.name] = found.reasoning[index] if found.reasoning else ""
+        self._reasoning[node.name] = list(found.reasoning if several else found.reasoning[index : index + 1])
 
     async def _select(self, node: Select) -> Usage:
         method = node.method
@@ -555,15 +556,24 @@ class Interpreter:
         self._gathered |= set(found)
 
     def _separate(self, name: str) -> None:
-        reasoning, answer = self._reasoning.get(name, ""), self.variables[name]
-        if not reasoning and isinstance(answer, str) and "</think>" in answer:
-            whole = answer
-            before, _, answer = whole.partition("</think>")
-            reasoning, answer = before.removeprefix("<think>").strip(), answer.lstrip()
-            if self.text.endswith(whole):
-                self.text = self.text[: len(self.text) - len(whole)] + answer
-        self.variables[name] = answer
-        self.variables[f"{name}_reasoning_content"] = reasoning
+        found = self.variables[name]
+        answers: list[str] = found if isinstance(found, list) else [found]
+        apart = self._reasoning.get(name) or [""] * len(answers)
+        pairs = [
+            (reasoning, answer) if reasoning else _set_apart(answer)
+            for reasoning, answer in zip(apart, answers, strict=True)
+        ]
+        if self.text.endswith(answers[0]):  # the text goes on with the first
+            self.text = self.text[: len(self.text) - len(answers[0])] + pairs[0][1]
+        several = isinstance(found, list)
+        self.variables[name] = [answer for _, answer in pairs] if several else pairs[0][1]
+        self.variables[f"{name}_reasoning_content"] = [each for each, _ in pairs] if several else pairs[0][0]
+
+
+def _set_apart(whole: str) -> tuple[str, str]:
+    """The reasoning that a text begins with, and the answer after it."""
+    before, mark, answer = whole.partition("</think>")
+    return (before.removeprefix("<think>").strip(), answer.lstrip()) if mark else ("", whole)
 
 
 def _sets(node: Node) -> tuple[str, ...]:

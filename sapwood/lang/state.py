@@ -7,6 +7,7 @@ program by ``await s.get(name)`` and ``await s.done()``.
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, Self, overload
@@ -100,10 +101,11 @@ class State:
 
         Raises:
             ValueError: ``size`` is below 1.
+            TypeError: It is no whole number.
         """
         if size < 1:
             raise ValueError(f"a fork has at least one state, not {size}")
-        return Forks([State(each) for each in self._executor.fork(int(size))], self)
+        return Forks([State(each) for each in self._executor.fork(operator.index(size))], self)
 
     @contextmanager
     def copy(self) -> Iterator[State]:

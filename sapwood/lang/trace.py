@@ -129,7 +129,7 @@ class Tracer:
 
     def fork(self, size: int) -> list[Tracer]:
         """Other tracers."""
-        self.submit(Fork(()))
+        self.submit(Fork((None,) * size))
         made: list[Tracer] = []
         for _ in range(size):
             self._states.append(len(self._states))

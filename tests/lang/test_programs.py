@@ -356,6 +356,8 @@ def test_forks_are_refused_where_they_make_no_sense(backend: Any) -> None:
     def program(s: sl.State) -> None:
         with pytest.raises(ValueError, match="at least one state"):
             s.fork(0)
+        with pytest.raises(TypeError, match="float"):
+            s.fork(2.5)  # type: ignore[arg-type]
         forks = s.fork(2)
         with pytest.raises(ValueError, match="3 expressions for 2 forks"):
             forks += ["a", "b", "c"]
@@ -502,6 +504,24 @@ def test_reasoning_is_set_apart_by_name(make_backend: Any) -> None:
 
     state = program.run(backend=Thinking())
     assert (state["x"], state["x_reasoning_content"]) == ("42", "hm\nhm") and state.text() == "Q42."
+
+
+def test_reasoning_is_set_apart_from_each_of_several_answers(make_backend: Any) -> None:
+    class Thinking(make_backend):  # type: ignore[misc]
+        async def generate(self, prompt: Any, options: Any) -> Any:
+            found = await super().generate(prompt, options)
+            if prompt.text == "apart:":
+                return type(found)(("41", "42"), found.usage, ("why", ""))
+            return type(found)(("<think>hm</think> 41", "42"), found.usage)
+
+    @sl.function
+    def program(s: sl.State, begin: str) -> None:
+        s += begin + sl.separate_reasoning(sl.gen("x", n=2)) + "."
+
+    for begin, reasoning in (("Q:", ["hm", ""]), ("apart:", ["why", ""])):
+        state = program.run(begin, backend=Thinking())
+        assert (state["x"], state["x_reasoning_content"]) == (["41", "42"], reasoning)
+        assert state.text() == begin + "41."
 
 
 def test_a_stream_gives_the_text_and_each_variable_in_pieces(backend: Any, oracle: Any) -> None:

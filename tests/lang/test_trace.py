@@ -32,7 +32,7 @@ def test_a_trace_shows_the_nodes_and_asks_nobody(backend: Any) -> None:
         *("Shared", "Shared", "Join", "Unknown"),
     ]
     assert [state for state, node in trace.nodes if type(node).__name__ == "Shared"] == [1, 2]
-    assert "%2 [0] gen('answer')" in str(trace)
+    assert "%2 [0] gen('answer')" in str(trace) and "[0] fork(2)" in str(trace)
     known = program.trace(backend=backend, question="why?")
     assert isinstance(known.nodes[0][1], Text) and known.nodes[0][1].text == "Q: why?"
 

@@ -39,7 +39,9 @@ class Loop:
     launched: list[Step] = field(default_factory=list)
 
     def add(self, tenant: str, tokens: int, outputs: int = 1, **terms: object) -> int:
-        prompt = [self.chance.randrange(VOCAB) for _ in range(tokens)]
+        return self.ask(tenant, [self.chance.randrange(VOCAB) for _ in range(tokens)], outputs, **terms)
+
+    def ask(self, tenant: str, prompt: list[int], outputs: int = 1, **terms: object) -> int:
         sampling = SamplingParams(max_tokens=outputs, ignore_eos=True)
         request = Request(self.serial, f"{tenant} {self.serial}", prompt, sampling, tenant=tenant, **terms)  # type: ignore[arg-type]
         self.scheduler.add(request)
@@ -205,14 +207,33 @@ def test_a_short_prompt_overtakes_a_long_one_for_which_there_are_no_pages() -> N
 
 
 @pytest.mark.parametrize("tenants", [1, 4])
-def test_short_prompts_without_end_take_half_of_a_long_ones_tokens_at_most(tenants: int) -> None:
+def test_short_prompts_without_end_leave_a_quarter_of_a_tenants_tokens_to_its_oldest(tenants: int) -> None:
     loop = made("plain", max_waiting=10_000)
     long = loop.add("t0", 1900)
     while long not in loop.first:
         for number in range(8):
             loop.add(f"t{number % tenants}", 30)
         loop.step()
-    assert loop.first[long] <= 1900 / (64 // tenants // 2) * 1.1 + 2
+    assert loop.first[long] <= 1900 / (64 // tenants // 4) * 1.1 + 2
+
+
+def test_long_prompts_of_a_tenant_end_in_the_order_of_their_arrival_whatever_their_length() -> None:
+    loop = made("plain")
+    longs = [loop.add("", tokens) for tokens in (900, 300, 600, 200)]
+    while loop.scheduler.has_work:
+        loop.step()
+    assert sorted(longs, key=lambda each: loop.first[each]) == longs
+
+
+def test_the_next_turn_of_a_cached_session_overtakes_prompts_that_are_computed_from_their_beginning() -> None:
+    loop = made("plain")
+    turn = [loop.chance.randrange(VOCAB) for _ in range(600)]
+    loop.run(loop.ask("", turn))
+    longs = [loop.add("", 500) for _ in range(4)]
+    for _ in range(3):
+        loop.step()
+    assert loop.run(loop.ask("", [*turn, 7, *range(10)])) <= 3
+    assert not set(longs) & set(loop.first)
 
 
 def test_a_running_prompt_of_a_low_priority_gets_on_once_it_has_starved() -> None:

@@ -1,10 +1,13 @@
-"""Shares a step's prompt tokens: between tenants, and in each tenant between its oldest and its shortest prompts.
+"""Shares a step's prompt tokens: between tenants, and in each tenant between its oldest and its short prompts.
 
 Algorithm. Levels of priority come one after the other (without the policy ``priority`` there is one). In a level every tenant
 that has prompt tokens to compute, whether its requests run or wait, gets an equal part of the budget. The others share what one
 tenant does not need (max-min fairness, as deficit round robin has it for packets; tokens can be divided, so no deficit is carried
-over). A tenant's part goes half to its prompts in their order, half to the shortest first. So neither half starves: the oldest
-prompt proceeds with half of the tenant's part, and a short prompt is done soon, even if its tenant has sent long ones before.
+over). A tenant's part goes a quarter to its prompts in their order, and the rest to its short ones first: those of which at most
+half a step's tokens are to be computed, the shortest first, then the others in their order. So neither starves: the oldest prompt
+proceeds with a quarter of the tenant's part, and a short one is done soon, even if its tenant has sent long ones before. A prompt
+that is mostly cached is short. It is computed while it is cached: where agents' sessions do not all fit, this order finds two to
+four times the cached tokens that the order of arrival finds, with 0.4 to 0.6 of its p90 (``benchmarks/bench_agents.py``).
 
 A waiting request starts with its first tokens, if there are a row and pages. Where rows or pages are scarce:
 1. A request that has starved goes first. If it does not fit, no other request starts.
@@ -16,9 +19,10 @@ A waiting request starts with its first tokens, if there are a row and pages. Wh
 A request that waits for a running request to compute a shared prefix, or for a slot for its adapter, does not hold up others
 (``lora_slots.py`` says how it gets one).
 
-Bound. Of n tenants with prompts at a level, where rows and pages suffice, the shortest prompt of each, of s tokens, is computed
-in ``s / max(1, budget // n // 2)`` steps, and so is the oldest. With more tenants than tokens in the budget, the tenants that
-got least come first. A running prompt that got no tokens for ``starved_after`` steps comes before all others.
+Bound. Of n tenants with prompts at a level, where rows and pages suffice, each one's shortest prompt, if it is short and has s
+tokens, is computed in ``s / max(1, 3 * budget // n // 4)`` steps, and the oldest in ``s / max(1, budget // n // 4)``. With more
+tenants than tokens in the budget, the tenants that got least come first. A running prompt that got no tokens for
+``starved_after`` steps comes before all others.
 
 O(running + waiting) a step, and the matching of a few waiting requests of each tenant with the cache.
 """
@@ -308,8 +312,8 @@ class PrefillAdder:
 
 PATIENCE = 16
 """How many steps a tenant with no running request waits before another tenant's request is retracted for it."""
-_SHORT = 2
-"""One in this many of a tenant's prompt tokens goes to the tenant's shortest prompts first."""
+_OLDEST = 4
+"""One in this many of a tenant's prompt tokens goes to its oldest prompt."""
 _TRIED = 4
 """The most requests of a tenant that fail to start in a step before the tenant's turn ends."""
 
@@ -327,6 +331,7 @@ class Admission:
         tiers: The KV cache's lower tiers; they learn which requests no longer wait for them.
         cached_tokens: How many tokens of a request the prefix cache has.
         loras: The slots of adapters.
+        short: The most tokens to compute with which a prompt is short.
 
     Attributes:
         prompt_tokens: Tokens of all prompts that have been admitted.
@@ -344,10 +349,12 @@ class Admission:
         tiers: HierarchicalCache | None,
         cached_tokens: Callable[[Request], int],
         loras: SlotPool,
+        short: int,
     ) -> None:
         self._waiting = waiting
         self._running = running
         self._loras = loras
+        self._short = short
         self._order = order
         self._fairness = fairness
         self._retraction = retraction
@@ -489,14 +496,14 @@ class Admission:
         """Gives tokens to a tenant's prompts; returns how many tokens of the tenant's part they took."""
         if len(line) == 1:
             return self._pass(adder, line, part, starts)
-        spent = self._pass(adder, line, part - (part + step % _SHORT) // _SHORT, starts)
+        spent = self._pass(adder, line, (part + step % _OLDEST) // _OLDEST, starts)
         if spent < part and adder.budget > 0:
             starved = any(
                 each.slot < 0 and self._order.starved(each, step) and self._running.has_lora_slot(each)
                 for each in line[:WINDOW]
             )
-            short = line if starved else self._by_size(line, starts)
-            spent += self._pass(adder, short, part - spent, starts)
+            rest = line if starved else self._short_first(line, starts)
+            spent += self._pass(adder, rest, part - spent, starts)
         return spent
 
     def _pass(self, adder: PrefillAdder, line: Iterable[Request], most: int, starts: _Starts) -> int:
@@ -516,12 +523,17 @@ class Admission:
         self._fairness.charge(request.tenant, spent)
         return spent
 
-    def _by_size(self, line: Sequence[Request], starts: _Starts) -> list[Request]:
-        """Prompts, the shortest first; waiting ones only if they get a row without a retraction."""
+    def _short_first(self, line: Sequence[Request], starts: _Starts) -> list[Request]:
+        """Prompts: short ones, the shortest first, then the others by arrival. Of those that wait, only as many as get rows
+        without a retraction."""
         running = [request for request in line if request.slot >= 0]
         waiting = [request for request in line if request.slot < 0 and self._running.has_lora_slot(request)]
         waiting = waiting[: min(WINDOW, starts.num_free_slots)]
-        return sorted(chain(running, waiting), key=self._size)
+        return sorted(chain(running, waiting), key=self._by_shortness)
+
+    def _by_shortness(self, request: Request) -> tuple[bool, int]:
+        size = self._size(request)
+        return (False, size) if size <= self._short else (True, request.arrival)
 
     def _size(self, request: Request) -> int:
         """The tokens that a request has to compute; for a waiting request, those that were not cached when it was first looked

@@ -252,6 +252,7 @@ class Scheduler:
             tiers,
             self.cached_tokens,
             self._loras,
+            config.max_step_tokens // 2,
         )
         self.handoffs = Handoffs(tiers, self._cache, self._running, config.page_size)
         self._lifecycle = Lifecycle(

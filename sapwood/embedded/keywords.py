@@ -74,6 +74,8 @@ def read_keywords(options: Mapping[str, Any], workers: int, defaults: Mapping[st
         )
     except CliError as error:
         message = re.sub(r"--(no-)?(router|tokenizer|worker)-([\w-]+)", _as_option, error.message)
+        if shared := "|".join(sorted(_OF_ALL & options.keys())):  # given once for all services: so it is named
+            message = re.sub(rf"\b(?:router|tokenizer|worker)_({shared})\b", r"\1", message)
         named = re.match(r"\w+", message)
         raise _refusal(message, named[0] if named else None) from None
 

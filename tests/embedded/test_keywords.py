@@ -42,6 +42,8 @@ def test_a_setting_goes_to_each_service_that_has_it_and_with_a_name_before_it_to
         ({"max_running": "many"}, "worker_max_running", "got 'many'"),
         ({"worker_queue_size": 1}, "worker_queue_size", "no option"),
         ({"storage": "file:///x"}, "worker_storage", "has no effect"),
+        ({"log_level": "loud"}, "log_level", "log_level / SAPWOOD_ROUTER_LOG_LEVEL"),
+        ({"revision": 5}, "revision", "revision / SAPWOOD_TOKENIZER_REVISION"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], field: str, problem: str) -> None:
@@ -49,6 +51,13 @@ def test_a_wrong_option_is_named(options: dict[str, Any], field: str, problem: s
         sapwood.Engine("demo", **options)
     assert caught.value.field == field
     assert problem in caught.value.message
+
+
+def test_what_is_no_models_name_is_named_as_the_model() -> None:
+    given: Any = 5
+    with pytest.raises(InvalidArgumentError, match="valid string") as caught:
+        sapwood.Engine(given)
+    assert caught.value.field == "model"
 
 
 def test_a_model_that_is_not_there_is_named_when_it_is_wanted(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from sapwood_common.settings.flags import service_flag
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EVIL = "x\x1b[31m\n12:00:00.000 INFO router [-] forged\r\u2028\x85\u202e\x00"
@@ -235,7 +237,7 @@ def broken(body: dict[str, Any]) -> Iterator[bytes]:
     yield json.dumps(body).encode()[:-1] + b", " + json.dumps(body).encode()[1:]  # each key twice
 
 
-NO_SLOTS = "no worker of 'fake' has slots for adapters: the worker's --lora-slots (--worker-lora-slots of `sapwood up`) gives some"
+NO_SLOTS = f"no worker of 'fake' has slots for adapters: {service_flag('worker', 'lora-slots')} gives some"
 """503, and true."""
 STEERING = {"/pause_generation", "/continue_generation", "/flush_cache"}
 """Paths whose bodies have next to nothing in them, and hold up all others."""

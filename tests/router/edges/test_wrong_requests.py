@@ -776,5 +776,15 @@ async def test_each_wrong_request_is_answered_with_its_field_and_what_to_do(clus
     assert not cluster.calls()
 
 
+async def test_an_empty_body_is_told_from_a_broken_one(cluster) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+        for content, why in ((b"", "it is empty"), (b" \n", "it is empty"), (b"{", "Input data was truncated")):
+            answer = await cluster.http.post(path, content=content, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["message"]) == (
+                400,
+                f"the body is not valid JSON: {why}",
+            )
+
+
 def test_the_table_has_a_hundred_wrong_requests() -> None:
     assert len(WRONG) >= 100

@@ -426,6 +426,7 @@ async def test_no_answer_breaks_the_page_or_keeps_the_browser(make_cluster, brow
     texts += ["|a" * columns + "\n" + "|-" * columns + "\n" + "|\n" * 3000, "|a|b|\n|-|-|\n" + "|c|d|\n" * 20]
     async with make_cluster(1) as cluster:
         page = await browser.open(f"{cluster.url}/ui/")
+        cluster.workers[0].script.chunk = 200  # some hundred drawings, not ten thousand
         says(cluster, "\n\n".join([*texts, "THE END"]))
         await ask(page, "break")
         await page.shows(".turn.assistant .actions", "Retry")
@@ -673,7 +674,9 @@ async def test_a_requests_time_is_drawn_over_the_services(make_cluster, browser,
         await shoot(page, "trace")
         await page.phone()
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        cut = "[...document.querySelectorAll('.bars .number')].some((e) => e.getBoundingClientRect().right > innerWidth)"
+        cut = (
+            "[...document.querySelectorAll('.bars .number')].some((e) => e.getBoundingClientRect().right > innerWidth)"
+        )
         assert not await page.evaluate(cut), "each stage's time is seen without scrolling"
         await shoot(page, "trace-phone")
         assert page.complaints() == []

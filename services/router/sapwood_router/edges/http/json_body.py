@@ -221,7 +221,8 @@ def _explain(body: bytes, error: Exception) -> InvalidArgumentError:
         path = None
     if path is not None:
         return InvalidArgumentError(f"{path or 'the body'} is not valid Unicode text", field=path or None)
-    return InvalidArgumentError(f"the body is not valid JSON: {error}")
+    why = str(error) if body.strip() else "it is empty"
+    return InvalidArgumentError(f"the body is not valid JSON: {why}")
 
 
 def _find_bad_string(value: Any, path: str) -> str | None:

@@ -134,7 +134,7 @@ def quantize(
         ConfigError: The source cannot be read or is quantised, or the target is there.
     """
     if not source.is_dir():
-        raise ConfigError(f"{source}: only Hugging Face directories can be quantised")
+        raise ConfigError(f"{source}: only Hugging Face directories can be quantised; a .gguf file is served as it is")
     if read_hf_quantization(source):
         raise ConfigError(f"{source}: config.json says that it is quantised")
     if target.exists():

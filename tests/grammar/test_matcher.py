@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import string
+
 import numpy as np
 import pytest
 
@@ -180,6 +184,43 @@ def test_a_grammar_whose_work_explodes_ends_in_an_error_and_not_in_a_hang(
         if not matcher.accept(ord("a")):
             break
     assert "lexer" in matcher.error or matcher.complete is False
+
+
+AMBIGUOUS = {
+    "in threes": 'root ::= s\ns ::= s s s | "a" | "b" | ""',
+    "around": "root ::= s\ns ::= [a-z] s [a-z] | [a-z] s | s [a-z] | [a-z]",
+    "palindromes": 'root ::= s\ns ::= [a-z] s [a-z] s [a-z] | [a-z] s | s s | ""',
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_rules_that_match_in_many_ways_end_in_an_error_before_their_masks_take_long(compile_grammar, name: str) -> None:
+    triples = [bytes(letters) for letters in itertools.product(string.ascii_lowercase.encode(), repeat=3)]
+    many = TokenVocabulary(
+        (*(bytes([byte]) for byte in range(256)), *triples, b"<|end|>"), frozenset({256 + len(triples)})
+    )
+    store = GrammarStore(many, len(many.tokens), (len(many.tokens) - 1,))
+    matcher = store.build(compile_grammar("ebnf", AMBIGUOUS[name], vocabulary=many))
+    draw, taken = random.Random(1), 0
+    letters = [*range(ord("a"), ord("c")), *range(256, 256 + len(triples))]
+    while not matcher.error and taken < 300:
+        mask = allowed(matcher, store._words)
+        fits = [token for token in letters if token in mask]
+        taken += bool(fits) and matcher.accept(draw.choice(fits))
+        if not fits:
+            break
+    assert "items" in matcher.error
+    assert taken < 150, taken
+
+
+def test_a_thousand_alternatives_have_room(vocabulary, end_token, compile_grammar, words) -> None:
+    store = GrammarStore(vocabulary, 32 * words, (end_token,))
+    tools = [
+        {"type": "object", "properties": {"name": {"const": f"tool {number}"}}, "required": ["name"]}
+        for number in range(1000)
+    ]
+    matcher = store.build(compile_grammar("json_schema", {"anyOf": tools}))
+    assert matcher.accept(ord("{"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -32,12 +32,16 @@ _LONGEST_WARNING = 100
 
 
 def parser_limits() -> llguidance.LLParserLimits:
-    """Bounds on one grammar's work, here and in workers: about 20 ms to build it; at worst 15 ms and 100 MB for a mask."""
+    """Bounds on one grammar's work, here and in workers: about 20 ms to build it; at worst 20 ms and 100 MB for a mask.
+
+    Items of a row are compared with each other, so their number counts squared: rules that match a text in many ways make
+    them many. A thousand alternatives have room. JSON schemas and usual rules need a tenth, with 262 144 tokens, too.
+    """
     return llguidance.LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_items_in_row=2_000,
+        step_max_items=4_000,
+        max_items_in_row=1_200,
         max_lexer_states=50_000,
         max_grammar_size=500_000,
         verbose_errors=False,

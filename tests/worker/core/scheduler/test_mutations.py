@@ -103,6 +103,12 @@ MUTATIONS = [
     Mutation("core/scheduler/results.py", "            if request.over:\n", "            if False:\n"),
     # A request that ends stays until no step in flight computes it.
     Mutation("core/scheduler/results.py", "        if request.in_flight:\n", "        if False:\n"),
+    # Who joins a step gives its row back, samples after the end of the prompt only, and is not started meanwhile.
+    Mutation(
+        "core/scheduler/results.py", "        self._running.take_row(join.slot)\n        request", "        request"
+    ),
+    Mutation("core/scheduler/admission.py", "leader.planned + count == leader.prompt_length", "count > 0"),
+    Mutation("core/scheduler/admission.py", "                request.held = True\n", ""),
     # Cached pages that a new request would lock are not available to it a second time.
     Mutation("core/scheduler/batch.py", "- found + unlocked", "- found"),
 ]

@@ -82,6 +82,8 @@ async def test_forms_that_are_wrong_name_the_field_and_leave_nothing(make_cluste
         parts = b"--x\r\nA: b\r\n\r\n\r\n" * 40
         answer = await cluster.http.post(FILES, content=parts, headers=head)
         assert answer.status_code == 400 and "32 parts" in answer.text
+        answer = await cluster.http.post(FILES, content=b"--x\r\n" + b"A" * 2000 + b": b\r\n\r\n", headers=head)
+        assert answer.status_code == 400 and "header of the form is too long" in answer.text
         for kind in ("file", "chunk"):
             assert await cluster.router._store.every(kind) == []
 

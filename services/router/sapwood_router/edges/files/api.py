@@ -231,10 +231,14 @@ class _Form:
 
     def _add_header(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
+        self._check_header()
 
     def _add_value(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
-        if len(self._value) > _LONGEST_FIELD:
+        self._check_header()
+
+    def _check_header(self) -> None:
+        if len(self._header) + len(self._value) > _LONGEST_FIELD:
             raise InvalidArgumentError("a header of the form is too long")
 
     def _end_header(self) -> None:

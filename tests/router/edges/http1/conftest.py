@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from sapwood_net.http2.server.waiting_line import Rank
 from sapwood_net.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1.host import ConnectionLimits
 from sapwood_router.edges.http1.request import Request
@@ -102,7 +103,7 @@ def serve() -> Callable:
         limits.setdefault("held_seconds", 0.05)
         settings = {"bodies": BodyMemory(1 << 24), "most_connections": 100, **settings}
         server = HttpServer(
-            handle, "127.0.0.1", 0, lambda headers: (0, None), limits=ConnectionLimits(**limits), **settings
+            handle, "127.0.0.1", 0, lambda headers: Rank(), limits=ConnectionLimits(**limits), **settings
         )
         site = Site(await server.start(), server)
         try:

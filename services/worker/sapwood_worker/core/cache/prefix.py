@@ -47,7 +47,7 @@ class Row:
         private: Whether no further page of it may be shared.
         part: The tree's part of the page after the shared ones, which the row goes on to write; locked. None: that page is the
             row's alone.
-        source: The locked node of one page, of which the row's first own page is a copy. None: that page is no copy, or has been
+        source: The locked node of the page that the row's first own page is to be a copy of. None: it is no copy, or the copy is
             made.
         copied: How many tokens of that page are the row's.
         held: The window pages of ``source``.

@@ -3,8 +3,8 @@
 Algorithm. Levels of priority come one after the other (without the policy ``priority`` there is one). In a level every tenant
 that has prompt tokens to compute, whether its requests run or wait, gets an equal part of the budget. The others share what one
 tenant does not need (max-min fairness, as deficit round robin has it for packets; tokens can be divided, so no deficit is carried
-over). A tenant's part goes a quarter to its prompts in their order, and the rest to its short ones first: those of which at most
-half a step's tokens are to be computed, the shortest first, then the others in their order. So neither starves: the oldest prompt
+over). A tenant's part goes a quarter to its prompts in their order, and the rest to its short ones first: those that have at most
+half a step's tokens to compute, the shortest first, then the others in their order. So neither starves: the oldest prompt
 proceeds with a quarter of the tenant's part, and a short one is done soon, even if its tenant has sent long ones before. A prompt
 that is mostly cached is short. It is computed while it is cached: where agents' sessions do not all fit, this order finds two to
 four times the cached tokens that the order of arrival finds, with 0.4 to 0.6 of its p90 (``benchmarks/bench_agents.py``).

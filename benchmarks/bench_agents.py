@@ -79,10 +79,7 @@ def run(arguments: argparse.Namespace, settings: dict[str, object]) -> dict[str,
         if not len(step.rows):
             now += 1e-3
             continue
-        decodes = int(((step.counts == 1) & (step.starts > 0)).sum())
-        context = int((step.counts * (step.starts + step.counts / 2)).sum())
-        now += device.fixed + device.decode * decodes + device.context * context
-        now += device.prompt * (len(step.token_ids) - decodes)
+        now += device.seconds(step)
         for output in scheduler.update(ModelOutput(step.number, [[7] * count for count in step.samples.tolist()])):
             turn = under_way[output.serial]
             if output.token_ids and not said[output.serial]:

@@ -27,7 +27,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.records.step import ModelOutput
+from sapwood_worker.records.step import ModelOutput, Step
 
 
 class Device(NamedTuple):
@@ -40,6 +40,13 @@ class Device(NamedTuple):
     max_running: int
     max_step_tokens: int
     num_pages: int
+
+    def seconds(self, step: Step) -> float:
+        """What a step takes."""
+        decodes = int(((step.counts == 1) & (step.starts > 0)).sum())
+        context = int((step.counts * (step.starts + step.counts / 2)).sum())
+        prompts = len(step.token_ids) - decodes
+        return self.fixed + self.decode * decodes + self.prompt * prompts + self.context * context
 
 
 COSTS = {
@@ -99,11 +106,7 @@ class Worker:
             if not len(step.rows):
                 self.now += 1e-3
                 continue
-            decodes = int(((step.counts == 1) & (step.starts > 0)).sum())
-            context = int((step.counts * (step.starts + step.counts / 2)).sum())
-            device = self._device
-            self.now += device.fixed + device.decode * decodes + device.prompt * (len(step.token_ids) - decodes)
-            self.now += device.context * context
+            self.now += self._device.seconds(step)
             answer = ModelOutput(step.number, [[7] * samples for samples in step.samples.tolist()])
             for output in scheduler.update(answer):
                 if output.serial in self._last:

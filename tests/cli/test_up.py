@@ -165,7 +165,7 @@ def test_ports_auto_leaves_those_that_are_named() -> None:
         ),
         (
             ["--ports", "auto", "--worker-tls-cert", "/nowhere", "--worker-tls-key", "/nowhere"],
-            "--worker-tls-cert /nowhere, --worker-tls-key /nowhere: No such file or directory\n",
+            "--worker-tls-cert: cannot read /nowhere: No such file or directory\n",
         ),
     ],
 )

@@ -52,7 +52,8 @@ def all_kinds() -> Iterator[list[Request]]:
 
 def drafted() -> Iterator[list[Request]]:
     yield [Request(0, "drafted", REPEATED, generating(max_tokens=12))]
-    yield [Request(at, "drafted in a batch", REPEATED[at:], generating(max_tokens=8)) for at in (1, 2)]
+    yield [Request(1, "from what is cached", REPEATED, generating(max_tokens=8))]
+    yield [Request(at, "drafted in a batch", REPEATED, generating(max_tokens=8, seed=at)) for at in (2, 3)]
 
 
 def shown(step: Step) -> str:

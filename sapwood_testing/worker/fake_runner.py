@@ -357,7 +357,8 @@ class FakeRunner:
             self._entries[entry.row] = entry
             self._states[entry.row] = (0, 0) if entry.snapshot < 0 else self._snapshots[entry.snapshot]
         step.settle()
-        parts = self._parts(step)
+        masks = {} if step.masks is None else dict(zip(step.masked.tolist(), step.masks.result(), strict=True))
+        parts = self._parts(step, masks)
         # All KV is written before any is read for sampling: two requests that write the same page show it.
         for part in parts:
             if part.token_ids[0] == -1:
@@ -368,7 +369,7 @@ class FakeRunner:
         for part in parts:
             if not self._sees(part):
                 self._spoil(part)
-        parts += self._joined(step, parts)
+        parts += self._joined(step, parts, masks)
         tokens = [self._sampled(part) for part in parts]
         for part, sampled in zip(parts, tokens, strict=True):
             self._last_tokens[part.entry.row] = sampled[-1] if sampled else -1
@@ -398,9 +399,8 @@ class FakeRunner:
         pooled = {i: np.array([self._pooled(part)], np.float32) for i, part in enumerate(parts) if part.entry.pooling}
         return ModelOutput(step.number, tokens, copied, logprobs, prompt_logprobs, pooled)
 
-    def _parts(self, step: Step) -> list[_Part]:
+    def _parts(self, step: Step, masks: dict[int, npt.NDArray[np.int32]]) -> list[_Part]:
         ends = np.cumsum(step.counts)
-        masks = {} if step.masks is None else dict(zip(step.masked.tolist(), step.masks.result(), strict=True))
         parts: list[_Part] = []
         tables = 1 + len(self._windows)
         sampled = 0
@@ -421,9 +421,8 @@ class FakeRunner:
             parts[at].saves[after] = snapshot
         return parts
 
-    def _joined(self, step: Step, parts: list[_Part]) -> list[_Part]:
+    def _joined(self, step: Step, parts: list[_Part], masks: dict[int, npt.NDArray[np.int32]]) -> list[_Part]:
         """The requests that sample after a part's last token, as parts that compute what it does."""
-        masks = {} if step.masks is None else dict(zip(step.masked.tolist(), step.masks.result(), strict=True))
         first = int(step.samples.sum())
         joined = []
         for place, (row, at) in enumerate(step.joins.tolist(), first):

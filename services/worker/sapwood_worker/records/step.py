@@ -171,7 +171,10 @@ class LateMasks(Protocol):
     """Grammar masks that may still be being filled. A ``concurrent.futures.Future`` is one."""
 
     def result(self) -> Masks:
-        """Waits for the masks, int32 [G, W]: bit ``i % 32`` of word ``i // 32`` says whether token i may come."""
+        """Waits for the masks, int32 [G, W]: bit ``i % 32`` of word ``i // 32`` says whether token i may come.
+
+        A runner calls it once a step: in a group of ranks each call sends or receives them.
+        """
         ...
 
 

@@ -215,7 +215,17 @@ WRONG = (
     ),
     (
         "quantize ./nothere out --scheme int3",
-        "argument --scheme: invalid choice: 'int3' (choose from 'int4', 'int8', 'float8')",
+        "argument --scheme: invalid choice: 'int3' (choose from 'int4', 'int8', 'float8', 'q8_0', 'q5_1', 'q5_0', 'q4_1', "
+        "'q4_0', 'bf16', 'f16', 'f32')",
+    ),
+    (
+        "quantize ./nothere out.gguf --scheme int8",
+        "OUT: int8 writes a folder; a .gguf file is written with --scheme q8_0, q5_1, q5_0, q4_1, q4_0, bf16, f16, f32",
+    ),
+    ("quantize ./nothere out --scheme q8_0", "OUT: q8_0 writes a GGUF file: out.gguf"),
+    (
+        "quantize ./nothere out --scheme int8 --group-size 32",
+        "--group-size: int8 has no groups of a size to choose; int4 has",
     ),
     ("batch", "the following arguments are required: ACTION"),
     ("batch run", "the following arguments are required: FILE"),

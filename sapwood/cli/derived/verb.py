@@ -1,4 +1,4 @@
-"""The common part of `sapwood model quantize` and `sapwood model drafter`: both make a new directory from a model."""
+"""The common part of `sapwood model quantize` and `sapwood model drafter`: both make a new model from a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ def add_verb(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="IN", help="a Hugging Face directory, or a model of the hub (fetched first)")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the new directory")
+    parser.add_argument(
+        "out",
+        metavar="OUT",
+        type=Path,
+        help="the new directory, or a new .gguf file" if name == "quantize" else "the new directory",
+    )
     parser.add_argument("--revision", help="branch, tag or commit of a model of the hub [default: main]")
     parser.set_defaults(run=partial(run, fetch))
     return parser

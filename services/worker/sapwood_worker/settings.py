@@ -427,7 +427,8 @@ class ModelSettings(ServiceConfig):
     sampling_defaults: Literal["model", "none"] = Field(
         "model",
         description="Where settings of sampling come from that a request leaves out: model takes those of the model's "
-        "generation_config.json (temperature, top_p and such), as vLLM and SGLang do; none takes the API's own defaults.",
+        "generation_config.json or GGUF file (temperature, top_p and such), as vLLM and SGLang do; none takes the API's "
+        "own defaults.",
     )
     attention_backend: AttentionSetting = Field(
         "auto",

@@ -13,17 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from sapwood_tokenizer.vocab.sentencepiece_vocab import SentencePieceVocabulary, build_sentencepiece
 from sapwood_tokenizer.vocab.special_tokens import NORMAL, UNKNOWN, VocabularyError, add_special_tokens, put_around
 from sapwood_tokenizer.vocab.split_patterns import PATTERNS, split_as_gpt2, split_at
 
-_DIGITS_APART = ("refact", "starcoder", "smollm", "command-r")
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 """Pre-tokenizers that cut digits from each other before GPT-2's expression cuts the rest: Granite 3's among them."""
-# llama.cpp's name of the pre-tokenizer -> the family of expressions; None is GPT-2's own.
-_FAMILIES: dict[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo", *_DIGITS_APART), None),
+PRE_TOKENIZERS: dict[str, str | None] = {
+    **dict.fromkeys(("gpt-2", "default", "olmo", *_DIGITS_APART), None),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), "cl100k"
     ),
@@ -36,7 +35,8 @@ _FAMILIES: dict[str, str | None] = {
     "deepseek-coder": "deepseek-coder",
     "seed-coder": "seed-coder",
 }
-_WHOLE_WORDS = frozenset(
+"""llama.cpp's name of the pre-tokenizer -> the family of expressions; None is GPT-2's own. Files get the first name that fits."""
+WHOLE_WORDS = frozenset(
     {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "gpt-4o", "llama4", "tekken", "kimi-k2"}
 )
 """Pre-tokenizers of vocabularies that take a word that is a token whole, whatever the merges say."""
@@ -96,9 +96,8 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) -> Tokenizer:
-    if pre not in _FAMILIES:
-        raise VocabularyError(f"tokenizer.ggml.pre is {pre!r}; supported are: {', '.join(sorted(_FAMILIES))}")
-    family = _FAMILIES[pre]
+    if pre not in PRE_TOKENIZERS:
+        raise VocabularyError(f"tokenizer.ggml.pre is {pre!r}; supported are: {', '.join(sorted(PRE_TOKENIZERS))}")
     merges: list[tuple[str, str]] = []
     for merge in _required(metadata, "tokenizer.ggml.merges"):
         left, separator, right = merge.partition(" ")
@@ -109,16 +108,24 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) ->
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
             merges=merges,
-            ignore_merges=pre in _WHOLE_WORDS,
+            ignore_merges=pre in WHOLE_WORDS,
         )
     )
-    if family == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = (
-        split_as_gpt2(digits_apart=pre in _DIGITS_APART) if family is None else split_at(PATTERNS[family])
-    )
+    tokenizer.normalizer = normalizer(pre)
+    tokenizer.pre_tokenizer = pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    """What cuts a text into words, by its name in ``PRE_TOKENIZERS``."""
+    family = PRE_TOKENIZERS[pre]
+    return split_as_gpt2(digits_apart=pre in _DIGITS_APART) if family is None else split_at(PATTERNS[family])
+
+
+def normalizer(pre: str) -> normalizers.Normalizer | None:
+    """What changes a text before it is cut; None: nothing."""
+    return normalizers.NFC() if PRE_TOKENIZERS[pre] == "qwen2" else None
 
 
 def _named(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> str | None:

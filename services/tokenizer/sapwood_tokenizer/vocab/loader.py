@@ -132,7 +132,7 @@ def _from_gguf(path: Path, template: _Template | None) -> LoadedTokenizer:
         for name in ("bos", "eos", "unknown", "padding")
     }
     size = _vocab_size(tokenizer)
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot")]
+    keys = [f"tokenizer.ggml.{name}" for name in ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")]
     ends = [each for key in keys for each in end_ids(metadata.get(key), size, f"{path}: {key}")]
     named = {"bos_token": ids["bos"], "eos_token": ids["eos"], "unk_token": ids["unknown"], "pad_token": ids["padding"]}
     texts = {name: _text_of(tokenizer, index) for name, index in named.items() if index is not None}

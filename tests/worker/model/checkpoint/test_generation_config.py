@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from sapwood_common.errors import ConfigError
@@ -33,6 +34,23 @@ def test_sampling_defaults_are_those_of_the_file(tmp_path: Path) -> None:
     }
     found = read_sampling_defaults(write(tmp_path, generation_config=qwen3))
     assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def test_sampling_defaults_of_a_gguf_file_are_read_unless_a_file_beside_it_has_some(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_sampling_temp(0.7)
+    writer.add_sampling_top_p(0.95)
+    writer.add_sampling_top_k(40)
+    writer.add_sampling_penalty_repeat(1.1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1.1}
+    assert read_sampling_defaults(path) == found
+    write(tmp_path, generation_config={"temperature": 0.2})
+    assert read_sampling_defaults(path) == {"temperature": 0.2}
 
 
 @pytest.mark.parametrize(
@@ -103,11 +121,3 @@ def test_an_id_that_is_no_token_is_dropped_with_a_line_that_names_file_and_key(
     with caplog.at_level(logging.WARNING):
         assert read_hf_eos(tmp_path, 100) == ((4,) if isinstance(none, list) else ())
     assert f"{file}.json: eos_token_id: " in caplog.text
-
-
-def test_a_gguf_file_takes_the_defaults_next_to_it(tmp_path: Path) -> None:
-    model = tmp_path / "model.gguf"
-    model.write_bytes(b"")
-    assert read_sampling_defaults(model) == {}
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0}')
-    assert read_sampling_defaults(model) == {"temperature": 0.0}

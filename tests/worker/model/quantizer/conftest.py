@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,17 @@ def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(" ".join(f"w{draw.randint(3, 96)}" for _ in range(600)))
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A disk of 256 KiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", path], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("this user may mount nothing")
+    yield path
+    subprocess.run(["umount", path], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from safetensors.torch import load_file
 
 from sapwood.cli.main import main
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.vocabularies import CORPUS, trained
+from sapwood_tokenizer.vocab.loader import load_tokenizer
+from sapwood_worker.model.checkpoint.generation_config import read_sampling_defaults
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.quantizer.schemes import round_by_importance, round_groups
 
@@ -81,6 +85,91 @@ def test_layers_without_whole_groups_stay_wide_and_small_ones_span_files(tiny_mo
     wide = load_file(source / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(loaded.model.weights()[name].target, wide[name])
+
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture
+def chatting(tiny_model, tmp_path) -> Path:
+    """A tiny Llama with a byte-level tokenizer, a chat template, defaults of sampling, and rows that no token has."""
+    path = shutil.copytree(tiny_model("wide", vocab_size=410).path, tmp_path / "chatting")
+    trained(CORPUS * 5, 400, "<|im_start|>", "<|im_end|>").save(str(path / "tokenizer.json"))
+    settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "top_k": 20, "eos_token_id": [1, 5]}))
+    return path
+
+
+def test_a_gguf_file_has_the_tokenizer_and_what_else_a_checkpoint_says(
+    chatting, tmp_path, capsys, make_runner, make_driver
+):
+    (tmp_path / "text.txt").write_text(" ".join(CORPUS) * 3)
+    out = tmp_path / "out.gguf"
+    words = ["model", "quantize", str(chatting), str(out), "--text", str(tmp_path / "text.txt"), "--device", "cpu"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert f"{out}: " in said.out
+    assert "perplexity of" in said.out
+    assert "writing: 100 %" in said.err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["chatting", "out.gguf", "text.txt"]
+    ours, whole = load_tokenizer(out), load_tokenizer(chatting)
+    for text in (*CORPUS, "<|im_start|>user\nhi<|im_end|>"):
+        assert ours.tokenizer.encode(text).ids == whole.tokenizer.encode(text).ids
+    assert (ours.bos_token_id, ours.chat_template) == (whole.bos_token_id, TEMPLATE)
+    assert set(ours.eos_token_ids) == set(whole.eos_token_ids) == {1, 5}
+    assert ours.vocab_size == whole.vocab_size == 410
+    assert read_sampling_defaults(out) == read_sampling_defaults(chatting) == {"temperature": 0.7, "top_k": 20}
+    loaded, wide = (
+        load_model(path, "auto", torch.float32, device_ops("cpu"), context_length=None, threads=1, seed=0)
+        for path in (out, chatting)
+    )
+    assert loaded.quantization == "gguf as stored"
+    assert set(loaded.eos_token_ids) == set(wide.eos_token_ids) == {1, 5}
+    ours, whole = logits(make_runner, make_driver, out), logits(make_runner, make_driver, chatting)
+    assert (ours - whole).norm() < 0.1 * whole.norm()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["OUT.gguf", "--scheme", "int8"], "OUT: int8 writes a folder; a .gguf file is written with --scheme q8_0, "),
+        (["OUT", "--scheme", "Q4_0"], "OUT: q4_0 writes a GGUF file: "),
+        (["OUT.gguf", "--group-size", "32"], "--group-size: q8_0 has no groups of a size to choose; int4 has"),
+        (["OUT", "--scheme", "int8", "--group-size", "32"], "--group-size: int8 has no groups of a size to choose"),
+        (["chatting/config.json/x.gguf"], "Not a directory"),
+        (["none/x.gguf"], "No such file or directory"),
+        (["text.gguf"], "text.gguf is there already"),
+    ],
+)
+def test_an_output_that_cannot_be_is_named(words: list[str], message: str, chatting, tmp_path, capsys):
+    (tmp_path / "text.gguf").write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    out, *flags = words
+    assert main(["model", "quantize", str(chatting), str(tmp_path / out), *flags, "--device", "cpu"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "text.gguf").read_text() == "mine"
+
+
+def test_a_tokenizer_that_no_gguf_file_can_hold_is_named(tiny, tmp_path, capsys):
+    assert main(["model", "quantize", str(tiny), str(tmp_path / "out.gguf")]) == 2
+    assert "tokenizer.json: its model is WordLevel; GGUF files that can be written have BPE" in capsys.readouterr().err
+    (tiny / "tokenizer.json").unlink()
+    assert main(["model", "quantize", str(tiny), str(tmp_path / "out.gguf")]) == 2
+    assert "holds no tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out", "out.gguf"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(name: str, chatting, small_disk, capsys):
+    scheme = ["--scheme", "f32"] if name.endswith(".gguf") else ["--scheme", "int8"]
+    assert main(["model", "quantize", str(chatting), str(small_disk / name), *scheme, "--device", "cpu"]) in (1, 2)
+    said = capsys.readouterr().err.splitlines()
+    assert name in said[-1]
+    assert "No space left on device" in said[-1] or "are free" in said[-1]
+    assert not list(small_disk.iterdir())
 
 
 @pytest.mark.parametrize(

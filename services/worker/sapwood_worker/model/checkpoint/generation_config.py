@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.end_tokens import end_ids, turn_ends
-from sapwood_common.models.gguf_file import GgufFile
+from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_common.models.json_file import read_json_object
 from sapwood_worker.model.families.known_keys import KnownKeys, refusal, short
 
@@ -21,6 +22,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.0, math.inf),
 }  # fmt: skip
 """The least and the most of each."""
+SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "min_p": "general.sampling.min_p",
+    "top_k": "general.sampling.top_k", "repetition_penalty": "general.sampling.penalty_repeat",
+}  # fmt: skip
+"""The keys of the same in GGUF files."""
+_DIGITS = 6
+"""Of a number that a GGUF file stores as float32."""
 GENERATION = KnownKeys(
     "generation_config.json",
     read=("eos_token_id", *_RANGES),
@@ -47,17 +55,20 @@ GENERATION = KnownKeys(
 
 
 def read_sampling_defaults(model: Path) -> dict[str, float]:
-    """The defaults of a Hugging Face directory, or those next to a GGUF file; the log names what cannot be one.
+    """The defaults of a Hugging Face directory, or those next to a GGUF file, or in it; the log names what cannot be one.
 
     Raises:
         ConfigError: The file cannot be read, or has a setting that is not known; names both.
     """
     path = (model if model.is_dir() else model.parent) / "generation_config.json"
-    if not path.is_file():
+    if path.is_file():
+        values = read_json_object(path)
+        if refused := GENERATION.refused(values):
+            raise ConfigError(refusal(str(path), refused))
+    elif model.is_file():
+        path, values = model, _sampling_of(model)
+    else:
         return {}
-    values = read_json_object(path)
-    if refused := GENERATION.refused(values):
-        raise ConfigError(refusal(str(path), refused))
     found: dict[str, float] = {}
     for name, (least, most) in _RANGES.items():
         value = values.get(name)
@@ -74,6 +85,16 @@ def read_sampling_defaults(model: Path) -> dict[str, float]:
         else:
             found[name] = float(value)
     return found
+
+
+def _sampling_of(path: Path) -> dict[str, Any]:
+    """The defaults that a GGUF file holds."""
+    try:
+        with closing(GgufFile(path)) as file:
+            found = {name: file.metadata[key] for name, key in SAMPLING_KEYS.items() if key in file.metadata}
+    except GgufError as error:
+        raise ConfigError(str(error)) from error
+    return {name: round(value, _DIGITS) if isinstance(value, float) else value for name, value in found.items()}
 
 
 # The tokens that end an answer of a model: those of its settings, its tokenizer's own and its chat template's.

@@ -317,7 +317,7 @@ class GgufSource:
             return
         values = torch.empty(target.shape, dtype=torch.float32)
         dequantize_into(self._file, tensor, values.numpy(), slot.index)
-        target.copy_(self._halves(values) if interleaved else values)
+        target.copy_(halves(values, self._config.head_dim) if interleaved else values)
 
     def _blocks(self, name: str) -> Tensor:
         tensor = self._found[name]
@@ -335,15 +335,28 @@ class GgufSource:
                 str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
             )
         blocks = self._mapped[tensor.part][tensor.offset : end].view(rows, width)
-        return self._halves(blocks) if self._is_interleaved(name) else blocks
+        return halves(blocks, self._config.head_dim) if self._is_interleaved(name) else blocks
 
     def _is_interleaved(self, name: str) -> bool:
-        return self._interleaved and (".q_proj." in name or ".k_proj." in name)
+        return self._interleaved and is_rotated(name)
 
-    def _halves(self, rows: Tensor) -> Tensor:
-        """The file has the rows of pairs side by side, [heads, D / 2, 2, ...]; we want first halves, then second halves."""
-        pairs = rows.view(-1, self._config.head_dim // 2, 2, *rows.shape[1:])
-        return pairs.transpose(1, 2).reshape(rows.shape)
+
+# The order of rows of queries and keys, where ``ModelFamily.gguf_interleaves``.
+
+
+def is_rotated(name: str) -> bool:
+    """Whether the rows of a tensor, by its name in Hugging Face checkpoints, are those of queries or keys."""
+    return ".q_proj." in name or ".k_proj." in name
+
+
+def halves(rows: Tensor, head_dim: int) -> Tensor:
+    """The rows of a file, whose pairs lie side by side [heads, D / 2, 2, ...], as first halves, then second halves."""
+    return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def neighbours(rows: Tensor, head_dim: int) -> Tensor:
+    """The inverse of :func:`halves`."""
+    return rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 # Reads a model's configuration from GGUF metadata.

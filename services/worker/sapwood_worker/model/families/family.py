@@ -127,6 +127,8 @@ class ModelFamily:
         defaults: Settings that ``config.json`` may leave out: the defaults of transformers' configuration classes.
         from_hf: The configuration that ``config.json`` gives. Raises ValueError, saying what is not supported.
         from_gguf: The same for the metadata of a GGUF file. None: it is not read from such files.
+        to_gguf: The settings that a GGUF file of a configuration has, without the architecture's name: the inverse of
+            ``from_gguf``. None: such files are not written.
         gguf_name: What GGUF files call it (``general.architecture``); empty: ``name``.
         gguf_names: Names of a layer's tensors in GGUF files that differ from family to family, and in Hugging Face's.
         gguf_interleaves: Whether GGUF files hold the rows of queries and keys in interleaved rotary order.
@@ -148,6 +150,7 @@ class ModelFamily:
     defaults: Mapping[str, Any]
     from_hf: Callable[[HfValues], ModelConfig] = HfValues.llama
     from_gguf: Callable[[GgufValues], ModelConfig] | None = GgufValues.llama
+    to_gguf: Callable[[ModelConfig], dict[str, Any]] | None = None
     gguf_name: str = ""
     gguf_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_NORMS)
     gguf_interleaves: bool = False

@@ -10,7 +10,7 @@ from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.values import GgufValues
+from sapwood_worker.model.families.values import GgufValues, gguf_llama
 from sapwood_worker.model.layers.layer import LayerContext
 from sapwood_worker.model.layers.rotary import Angles
 
@@ -48,5 +48,6 @@ LLAMA = ModelFamily(
     layer=LlamaDecoderLayer,
     defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0},
     from_gguf=_from_gguf,
+    to_gguf=gguf_llama,
     gguf_interleaves=True,
 )

@@ -24,6 +24,7 @@ from sapwood_worker.model.layers.rotary import (
     RopeConfig,
     RopeScaling,
     YarnScaling,
+    inverse_frequencies,
     yarn_magnitude,
 )
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
@@ -31,6 +32,22 @@ from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseCo
 ROPE_DIVISORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_DIVISORS, ROPE_LONG, ROPE_SHORT)
 """Tensors that divide rotary frequencies: always, in long contexts and in short ones."""
+
+# Keys of GGUF files, after the architecture's name and a dot; they are read and written by these names.
+_GGUF_SIZES = {
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "attention.head_count": "num_heads",
+    "context_length": "max_position",
+}  # fmt: skip
+"""Those that each file has, and what the configuration calls them."""
+_LAYERS_COUNT, _KV_HEADS, _EPSILON = "block_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
+_KEY_SIZE, _VALUE_SIZE, _ROTATED = "attention.key_length", "attention.value_length", "rope.dimension_count"
+_FINAL_SOFTCAP, _THETA = "final_logit_softcapping", "rope.freq_base"
+_SCALING, _FACTOR, _ORIGINAL = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
+_MAGNITUDE, _BETA_FAST, _BETA_SLOW = (
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+)
 
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
 """The files' numbers for the score functions of experts."""
@@ -224,32 +241,29 @@ class GgufValues:
             ValueError: One is not supported.
         """
         get, count, tensors = self.get, self.count, self.file.tensors
-        hidden, heads, layers = count("embedding_length"), count("attention.head_count"), self.layers
+        sizes: dict[str, Any] = {ours: count(key) for key, ours in _GGUF_SIZES.items()}
+        heads, layers = sizes["num_heads"], self.layers
         if head_dim is None:
-            head_dim = count("attention.key_length", hidden // heads)
-            if count("attention.value_length", head_dim) != head_dim:
+            head_dim = count(_KEY_SIZE, sizes["hidden_size"] // heads)
+            if count(_VALUE_SIZE, head_dim) != head_dim:
                 raise ValueError("keys and values of different size are not supported")
-        rotated = count("rope.dimension_count", head_dim)
+        rotated = count(_ROTATED, head_dim)
         if rotated != head_dim and not partly_rotated:
             raise ValueError("rotary embedding of part of a head is not supported")
         return ModelConfig(
+            **sizes,
             architecture=self.architecture,
             vocab_size=self.vocabulary,
-            hidden_size=hidden,
-            intermediate_size=count("feed_forward_length"),
             num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=count("attention.head_count_kv", heads),
+            num_kv_heads=count(_KV_HEADS, heads),
             head_dim=head_dim,
-            rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
-            max_position=count("context_length"),
+            rms_norm_eps=float(get(_EPSILON)),
             ropes=(replace(self.rope(10_000.0), rotated=None if rotated == head_dim else rotated),) * layers,
             windows=(None,) * layers,
             activation="silu",
             tie_word_embeddings="output.weight" not in tensors,
             attention_scale=head_dim**-0.5,
-            final_softcap=self.file.metadata.get(self.named("final_logit_softcapping"))
-            and get("final_logit_softcapping"),
+            final_softcap=self.file.metadata.get(self.named(_FINAL_SOFTCAP)) and get(_FINAL_SOFTCAP),
             qkv_bias="blk.0.attn_q.bias" in tensors,
             output_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_up.bias" in tensors,
@@ -300,7 +314,7 @@ class GgufValues:
     @property
     def layers(self) -> int:
         """Layers of the model; files may hold more, for drafts."""
-        blocks, drafts = self.count("block_count"), self.count("nextn_predict_layers", 0, least=0)
+        blocks, drafts = self.count(_LAYERS_COUNT), self.count("nextn_predict_layers", 0, least=0)
         check_count(f"{self.named('block_count')} without nextn_predict_layers", blocks - drafts, 1)
         return blocks - drafts
 
@@ -311,14 +325,12 @@ class GgufValues:
             KeyError: Its factor is missing.
             ValueError: Its kind is not supported.
         """
-        theta = float(self.get("rope.freq_base", theta))
+        theta = float(self.get(_THETA, theta))
         divisors = self.rope_tensors.get(ROPE_DIVISORS)
         # The factor's old name; 0: there is none. Without a type it is linear, as llama.cpp takes it.
-        factor = float(self.get("rope.scaling.factor", 0.0)) or float(self.get("rope.scale_linear", 0.0))
-        kind = self.get("rope.scaling.type", "linear")
-        magnitude = float(self.get("rope.scaling.attn_factor", 1.0)) * float(
-            self.get("rope.scaling.yarn_attn_factor", 1.0)
-        )
+        factor = float(self.get(_FACTOR, 0.0)) or float(self.get("rope.scale_linear", 0.0))
+        kind = self.get(_SCALING, "linear")
+        magnitude = float(self.get(_MAGNITUDE, 1.0)) * float(self.get("rope.scaling.yarn_attn_factor", 1.0))
         if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
             return RopeConfig(theta, None if magnitude == 1.0 else LinearScaling(1.0, magnitude), divisors=divisors)
         if kind == "linear":
@@ -328,13 +340,11 @@ class GgufValues:
         if kind != "yarn":
             raise ValueError(f"rotary embedding scaling {kind!r} is not supported (linear, yarn and longrope are)")
         if not factor:
-            raise KeyError(self.named("rope.scaling.factor"))
+            raise KeyError(self.named(_FACTOR))
         if (extrapolated := float(self.get("rope.scaling.yarn_ext_factor", 1.0))) != 1.0:
             raise ValueError(f"{self.named('rope.scaling.yarn_ext_factor')} {extrapolated} is not supported (1 is)")
-        original = self.count("rope.scaling.original_context_length", self.count("context_length"))
-        fast, slow = (
-            float(self.get(f"rope.scaling.yarn_beta_{name}", each)) for name, each in (("fast", 32.0), ("slow", 1.0))
-        )
+        original = self.count(_ORIGINAL, self.count("context_length"))
+        fast, slow = float(self.get(_BETA_FAST, 32.0)), float(self.get(_BETA_SLOW, 1.0))
         scaling = YarnScaling(factor, original, fast, slow, magnitude * yarn_magnitude(factor))
         return RopeConfig(theta, scaling, divisors=divisors)
 
@@ -345,6 +355,47 @@ class GgufValues:
         if len(table.shape) != 2:
             raise ValueError(f"tensor token_embd.weight has shape {list(table.shape)}")
         return table.shape[0]
+
+
+def gguf_llama(config: ModelConfig) -> dict[str, Any]:
+    """The settings of a Llama's GGUF file, which :meth:`GgufValues.llama` reads: key after the architecture's name -> value.
+
+    What it cannot say it leaves out, so compare the configuration with the one that is read from the file.
+    """
+    settings: dict[str, Any] = {key: getattr(config, ours) for key, ours in _GGUF_SIZES.items()}
+    settings |= {
+        _LAYERS_COUNT: config.num_layers,
+        _KV_HEADS: config.num_kv_heads,
+        _KEY_SIZE: config.head_dim,
+        _VALUE_SIZE: config.head_dim,
+        _EPSILON: float(config.rms_norm_eps),
+        "vocab_size": config.vocab_size,
+    }
+    if config.final_softcap is not None:
+        settings[_FINAL_SOFTCAP] = float(config.final_softcap)
+    rope = next((each for each in config.ropes if each is not None), None)
+    return settings if rope is None else settings | gguf_rope(rope, config.head_dim)
+
+
+def gguf_rope(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """The settings of a rotary embedding, which :meth:`GgufValues.rope` reads; llama3's are a tensor (:func:`gguf_divisors`)."""
+    settings: dict[str, Any] = {_THETA: float(rope.theta), _ROTATED: rope.rotated or head_dim}
+    match rope.scaling:
+        case LinearScaling(factor):
+            settings |= {_SCALING: "linear", _FACTOR: float(factor)}
+        case YarnScaling() as yarn:
+            settings |= {_SCALING: "yarn", _FACTOR: float(yarn.factor), _ORIGINAL: yarn.original_max_position}
+            settings |= {_BETA_FAST: float(yarn.beta_fast), _BETA_SLOW: float(yarn.beta_slow)}
+            settings |= {_MAGNITUDE: yarn.magnitude / yarn_magnitude(yarn.factor)}
+    return settings
+
+
+def gguf_divisors(rope: RopeConfig, head_dim: int) -> tuple[float, ...] | None:
+    """The numbers of the tensor ``ROPE_DIVISORS``; None: the rotary embedding has none."""
+    if not isinstance(rope.scaling, Llama3Scaling):
+        return rope.divisors
+    plain = inverse_frequencies(rope.rotated or head_dim, replace(rope, scaling=None), 1)
+    return tuple((plain / rope.scaling.scaled(plain, rope.theta, 1)).tolist())
 
 
 # The settings in ``config.json`` of a Hugging Face model, and the parts that all families read alike.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Sequence
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.progress import Progress
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.checkpoint.hf_config import read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files, open_weights
@@ -84,7 +87,10 @@ class CheckpointWriter:
         if self._held:
             self._shards.append(list(self._held))
             self._bytes += sum(each.nbytes for each in self._held.values())
-            save_file(self._held, self._unfinished / f"{len(self._shards)}.part", metadata={"format": "pt"})
+            try:
+                save_file(self._held, self._unfinished / f"{len(self._shards)}.part", metadata={"format": "pt"})
+            except SafetensorError as error:  # the disk is full, say
+                raise OSError(errno.EIO, str(error), str(self._folder)) from error
             self._held = {}
 
 
@@ -133,20 +139,8 @@ def quantize(
     Raises:
         ConfigError: The source cannot be read or is quantised, or the target is there.
     """
-    if not source.is_dir():
-        raise ConfigError(f"{source}: only Hugging Face directories can be quantised; a .gguf file is served as it is")
-    if read_hf_quantization(source):
-        raise ConfigError(f"{source}: config.json says that it is quantised")
-    if target.exists():
-        raise ConfigError(f"{target} is there already")
-    ops = device_ops(device)
-    ops.joins_shared = False  # all that is to be rounded is a layer
-    dtype = DTYPES[ops.default_dtype]
-
-    def load(path: Path) -> LoadedModel:
-        return load_model(path, "auto", dtype, ops, context_length=None, threads=threads, seed=0)
-
-    loaded = load(source)
+    check_paths(source, target)
+    loaded, dtype, ops = _load(source, device, threads)
     if loaded.config.sparse is not None and loaded.config.sparse.joined is not None:
         raise ConfigError(f"{source}: experts that are stored joined cannot be quantised")
     _check_names(source, loaded)
@@ -160,7 +154,37 @@ def quantize(
     finally:
         writer.abandon()
     del run, loaded
-    return Quantized(whole, perplexity(load(target), measured, dtype, ops.device), wide)
+    return Quantized(whole, perplexity_of(target, measured, device, threads), wide)
+
+
+def check_paths(source: Path, target: Path) -> None:
+    """Raises ConfigError unless the source is a directory whose weights are not quantised, and nothing is at the target."""
+    if not source.is_dir():
+        raise ConfigError(f"{source}: only Hugging Face directories can be quantised; a .gguf file is served as it is")
+    if read_hf_quantization(source):
+        raise ConfigError(f"{source}: config.json says that it is quantised")
+    if target.exists():
+        raise ConfigError(f"{target} is there already")
+
+
+def _load(path: Path, device: str, threads: int) -> tuple[LoadedModel, torch.dtype, DeviceOps]:
+    ops = device_ops(device)
+    ops.joins_shared = False  # all that is to be rounded is a layer
+    dtype = DTYPES[ops.default_dtype]
+    return load_model(path, "auto", dtype, ops, context_length=None, threads=threads, seed=0), dtype, ops
+
+
+@torch.inference_mode()
+def perplexity_of(path: Path, pieces: Sequence[Sequence[int]], device: str, threads: int) -> float | None:
+    """The perplexity over texts of the model in a directory or a ``.gguf`` file; None: there are no texts.
+
+    Raises:
+        ConfigError: The model cannot be read.
+    """
+    if not pieces:
+        return None
+    loaded, dtype, ops = _load(path, device, threads)
+    return perplexity(loaded, pieces, dtype, ops.device)
 
 
 def perplexity(

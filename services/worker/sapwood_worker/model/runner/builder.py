@@ -494,7 +494,7 @@ class _Builder:
             return {}
         found = read_sampling_defaults(self._options.model_path)
         if found:
-            logger.info("sampling, unless requests say otherwise: %s (generation_config.json)", found)
+            logger.info("sampling, unless requests say otherwise: %s (of the model's files)", found)
         return found
 
     def _plan_prompts(self, most: int, pool: DevicePool, backend: PagedAttention) -> None:

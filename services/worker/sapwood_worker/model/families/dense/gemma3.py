@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import SandwichDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.values import GgufValues, HfValues
+from sapwood_worker.model.families.values import GgufValues, HfValues, gguf_llama, gguf_rope
 from sapwood_worker.model.layers.rotary import RopeConfig
 
 # Values that GGUF files do not state.
 _LOCAL_THETA, _PATTERN, _27B_LAYERS = 10_000.0, 6, 62
+_WINDOW, _WINDOW_PATTERN, _WINDOW_THETA = (
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "rope.freq_base_swa",
+)
 
 
 def _from_hf(found: HfValues) -> ModelConfig:
@@ -41,21 +47,31 @@ def _from_hf(found: HfValues) -> ModelConfig:
 def _from_gguf(values: GgufValues) -> ModelConfig:
     config = values.llama()
     values.get("final_logit_softcapping", 0.0)
-    window = values.count("attention.sliding_window")
-    kinds = _kinds(config.num_layers, values.count("attention.sliding_window_pattern", _PATTERN))
+    window = values.count(_WINDOW)
+    kinds = _kinds(config.num_layers, values.count(_WINDOW_PATTERN, _PATTERN))
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     scale = config.attention_scale
     if config.num_layers == _27B_LAYERS:
         scale = (config.hidden_size // config.num_heads) ** -0.5
     return replace(
         _common(config),
-        ropes=_ropes(
-            windows, values.rope(1_000_000.0), RopeConfig(float(values.get("rope.freq_base_swa", _LOCAL_THETA)))
-        ),
+        ropes=_ropes(windows, values.rope(1_000_000.0), RopeConfig(float(values.get(_WINDOW_THETA, _LOCAL_THETA)))),
         windows=windows,
         activation="gelu_tanh",
         attention_scale=scale,
     )
+
+
+def _to_gguf(config: ModelConfig) -> dict[str, Any]:
+    settings = gguf_llama(config) | {_WINDOW: config.max_position}
+    for window, rope in zip(config.windows, config.ropes, strict=True):
+        assert rope is not None
+        if window is None:
+            settings |= gguf_rope(rope, config.head_dim)
+        else:
+            settings |= {_WINDOW: window, _WINDOW_THETA: float(rope.theta)}
+    full = [index + 1 for index, window in enumerate(config.windows) if window is None]
+    return settings | {_WINDOW_PATTERN: full[0] if full else _PATTERN}
 
 
 def _ropes(windows: Sequence[int | None], full: RopeConfig, local: RopeConfig) -> tuple[RopeConfig, ...]:
@@ -85,6 +101,7 @@ GEMMA3 = ModelFamily(
     },
     from_hf=_from_hf,
     from_gguf=_from_gguf,
+    to_gguf=_to_gguf,
     gguf_names={
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",

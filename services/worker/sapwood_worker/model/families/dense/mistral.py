@@ -10,7 +10,7 @@ from dataclasses import replace
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.families.values import HfValues
+from sapwood_worker.model.families.values import HfValues, gguf_llama
 from sapwood_worker.model.layers.rotary import QueryGrowth
 
 
@@ -39,7 +39,10 @@ MISTRAL = ModelFamily(
     layer=LlamaDecoderLayer,
     defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0, "sliding_window": 4096},
     from_hf=_from_hf,
-    from_gguf=None,  # such files call it llama
+    from_gguf=None,  # such files call it llama, and the family of that name reads them
+    to_gguf=gguf_llama,
+    gguf_name="llama",
+    gguf_interleaves=True,
 )
 MINISTRAL3 = ModelFamily(
     name="ministral3",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.families.values import HfValues
+from sapwood_worker.model.families.values import HfValues, gguf_llama
 
 _DEFAULTS = {"tie_word_embeddings": False, "rope_theta": 10_000.0, "max_window_layers": 28}
 
@@ -29,6 +29,7 @@ QWEN2 = ModelFamily(
     defaults=_DEFAULTS,
     from_hf=lambda found: replace(found.llama(), windows=_windows(found), qkv_bias=True),
     from_gguf=lambda values: replace(values.llama(), qkv_bias=True),
+    to_gguf=gguf_llama,
 )
 QWEN3 = ModelFamily(
     name="qwen3",
@@ -38,4 +39,5 @@ QWEN3 = ModelFamily(
     defaults={**_DEFAULTS, "head_dim": 128},
     from_hf=lambda found: replace(found.llama(), windows=_windows(found), qk_norm=True),
     from_gguf=lambda values: replace(values.llama(), qk_norm=True),
+    to_gguf=gguf_llama,
 )

@@ -27,10 +27,13 @@ import json
 import os
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from fleet_sim.adapters import WAYS, Adapters, simulate
 from fleet_sim.fleet import Fleet, Size
+from fleet_sim.objectives import SCENARIOS
+from fleet_sim.objectives import measure as simulate_objectives
 from fleet_sim.worker import Speed
 from fleet_sim.workloads import WORKLOADS
 from gpu.commit import measured_commit
@@ -78,7 +81,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, float | str]]:
     return rows
 
 
-def show(row: dict[str, float | str]) -> None:
+def show(row: Mapping[str, object]) -> None:
     print(json.dumps(row), flush=True)
 
 
@@ -113,6 +116,11 @@ def main() -> None:
         help="instead: 500 adapters asked for by Zipf's law over 50 workers of 32 slots, placed as the router places them and in "
         "two simpler ways",
     )
+    parser.add_argument(
+        "--objectives",
+        action="store_true",
+        help="instead: chats whose first token is to come within a second, on 8 workers; the router knows of that or does not",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="file for the lines of JSON, too")
     args = parser.parse_args()
@@ -121,6 +129,12 @@ def main() -> None:
         for way in WAYS:
             for warm in (30_000, 0):
                 show({"what": "adapters", "warm": warm} | simulate(Adapters(), way, 60_000, warm, args.seed) | about)
+        return
+    if args.objectives:
+        for scenario in SCENARIOS:
+            for told in (False, True):
+                row = asyncio.run(simulate_objectives(scenario, 8, args.warm, args.seconds, args.seed, told=told))
+                show({"what": "objectives"} | row | {"commit": measured_commit()})
         return
     rows = asyncio.run(measure(args))
     if args.out is not None:

@@ -293,6 +293,8 @@ WRONG = (
     ("weights nope", "argument ACTION: invalid choice: 'nope' (choose from 'show', 'update', 'rollback')"),
     ("kernels", "the following arguments are required: ACTION"),
     ("key", "the following arguments are required: NAME"),
+    ("key alice --objective soon", "--objective: 'soon' is none of ttft-ms=, tpot-ms="),
+    ("key alice --objective ttft-ms=1s", "--objective: 'ttft-ms=1s' has no milliseconds such as 500 or 200-2000"),
     ("batch list x", "unrecognized arguments: x"),
     ("store", "the following arguments are required: ACTION"),
     ("store forget", "the following arguments are required: STORE, TENANT"),

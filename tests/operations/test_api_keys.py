@@ -14,6 +14,8 @@ import pytest
 
 from sapwood.client import ResourceExhaustedError, SapwoodError, UnauthenticatedError
 from sapwood.v1 import router_pb2, router_pb2_grpc
+from sapwood_common.tenants.api_keys import parse_keys
+from sapwood_common.tenants.tenant import TargetRange
 
 
 def make_key(name: str, file: Path, *flags: str) -> str:
@@ -62,6 +64,14 @@ def test_only_who_has_a_key_is_served(start_services, connect, keys: Path) -> No
     logs = "\n".join(line for process in cluster.processes.values() for line in process.lines)
     assert "Generate ends UNAUTHENTICATED" in logs
     assert not any(secret in logs for secret in (alice, bob, alice[:-1]))
+
+
+def test_a_key_is_made_with_an_objective(keys: Path) -> None:
+    make_key("alice", keys, "--objective", "ttft-ms=200-2000", "tpot-ms=50", "--operator")
+    [entry] = parse_keys(keys)
+    settings = entry.settings
+    assert (settings.first_token, settings.each_token) == (TargetRange(200, 2000), TargetRange(50, 50))
+    assert settings.operator
 
 
 def test_a_keys_rate_ends_in_a_retry_delay(start_router, connect, keys: Path) -> None:

@@ -71,6 +71,7 @@ from sapwood_router.flow.disaggregation.costs import Costs
 from sapwood_router.flow.disaggregation.decision import Disaggregation
 from sapwood_router.flow.disaggregation.proposals import RoleProposals, follow_proposals
 from sapwood_router.flow.generation import Pipeline
+from sapwood_router.flow.headroom import Headroom
 from sapwood_router.flow.relay.pick import Endpoints, Picker
 from sapwood_router.flow.retry import Failover, RetryPolicy, RetrySettings
 from sapwood_router.flow.sessions import SessionLimits, SessionStore
@@ -145,7 +146,9 @@ class RouterApplication:
         own = {model: self._make_tokenizer(where) for model, where in config.tokenizers_of_models.items()}
         self._tokenizers = Tokenizers(self._make_tokenizer(config.tokenizers), own, self.registry)
         settings = AdmissionSettings(most_waiting=config.queue_size.size, most_wait=config.queue_size.wait)
-        self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time, random.Random())
+        loop_time = asyncio.get_running_loop().time
+        headroom = Headroom(self.registry, loop_time, random.Random())
+        self._admission = AdmissionControl(self.registry, settings, loop_time, random.Random(), headroom.floor)
         self._slices = (
             None if config.kubernetes_service is None else (in_cluster_api(), parse_service(config.kubernetes_service))
         )
@@ -197,6 +200,7 @@ class RouterApplication:
             sessions,
             self._leases,
             Disaggregation(config.disaggregate, self.registry, self._policies, costs),
+            headroom,
             Seeds(config.random_seed),
             self.heavy,
             SharedBytes(config.max_body_bytes.pictures, "pictures"),

@@ -6,6 +6,7 @@ import pytest
 
 from sapwood_common.errors import ConfigError, ResourceExhaustedError, UnauthenticatedError
 from sapwood_common.tenants.api_keys import ApiKeys, Key, hash_key, make_key, until_revoked
+from sapwood_common.tenants.tenant import TargetRange
 from sapwood_testing.clock import Clock
 
 
@@ -48,13 +49,25 @@ def test_a_broken_new_file_leaves_the_keys_as_they_were(tmp_path: Path) -> None:
     assert keys.check(f"Bearer {key}").name == "carol"
 
 
+_WRONG_TARGETS = ["", "x", "0", "-5", "5-", "5-4", "1e3", "nan", "3600001", "0.0001", "1-2-3"]
+
+
 @pytest.mark.parametrize(
-    "rest", ["fast", "1 2", "tokens=x", "weight=0", "weight=nan", "priority=101", "priority=x", "salt=x"]
+    "rest",
+    ["fast", "1 2", "tokens=x", "weight=0", "weight=nan", "priority=101", "priority=x", "salt=x"]
+    + [f"{kind}={value}" for kind in ("ttft-ms", "tpot-ms") for value in _WRONG_TARGETS],
 )
 def test_a_wrong_limit_is_refused_by_number(tmp_path: Path, rest: str) -> None:
     (tmp_path / "keys").write_text(f"# fine\na {'0' * 64} {rest}\n")
     with pytest.raises(ConfigError, match="line 2"):
         ApiKeys(tmp_path / "keys")
+
+
+def test_a_line_sets_targets_for_tokens(tmp_path: Path) -> None:
+    key, path = make_key(), tmp_path / "keys"
+    path.write_text(f"a {hash_key(key)} ttft-ms=200-2000 tpot-ms=7.5\n")
+    settings = ApiKeys(path, Clock(100.0)).check(f"Bearer {key}").settings
+    assert (settings.first_token, settings.each_token) == (TargetRange(200, 2000), TargetRange(7.5, 7.5))
 
 
 @pytest.mark.parametrize("line", ["alice", "alice sk-sapwood-secret"])

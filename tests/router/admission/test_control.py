@@ -164,6 +164,46 @@ def full_worker() -> tuple[AdmissionControl, Worker, Callable[[int], None]]:
     return control, worker, make_room
 
 
+async def test_below_the_floor_nobody_goes_though_there_is_room_and_above_it_everybody_does() -> None:
+    clock, floor = Clock(), None
+    worker = Worker("w", CircuitBreaker(BreakerSettings(), clock), clock)
+    registry = Registry([worker], most_requests=lambda model: 100)
+    registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1))
+    control = AdmissionControl(registry, AdmissionSettings(), clock, random.Random(0), lambda model, taken: floor)
+    prepared = control.reserve("m", Caller(priority=-1), 1, FAR)
+    floor = 0
+    held = [prepared, control.reserve("m", Caller(priority=-1), 1, FAR)]
+    assert not any(place.ready() for place in held) and all(place.held for place in held)
+    free = control.reserve("m", Caller(priority=0), 1, FAR)
+    assert free.ready() and not free.held
+    turns = [asyncio.ensure_future(place.turn()) for place in held]
+    control.pump()
+    await asyncio.sleep(0)
+    assert control.waiting == 2
+    floor = -1
+    control.pump()
+    await asyncio.gather(*turns)
+    assert control.waiting == 0
+
+
+async def test_who_cannot_meet_its_objective_any_more_leaves_the_queue() -> None:
+    control, _, _ = full_worker()
+    clock = control._clock
+    place = control.reserve("m", Caller(), 1, FAR, 1.0)
+    turn = asyncio.ensure_future(place.turn())
+    patient = control.reserve("m", Caller(), 1, FAR)
+    await asyncio.sleep(0)
+    [line] = control._lines.values()
+    line.queue.expire()
+    assert control.waiting == 2
+    clock.now += 1.1
+    line.queue.expire()
+    with pytest.raises(ResourceExhaustedError, match="cannot be met any more"):
+        await turn
+    assert control.waiting == 1
+    patient.leave()
+
+
 async def test_of_many_that_are_let_go_at_once_a_few_choose_in_each_turn_of_the_loop() -> None:
     """A message in which hundreds of answers end makes room for as many requests."""
     control, _, make_room = full_worker()

@@ -32,3 +32,17 @@ def test_a_small_fleet_gives_a_row_a_run_and_cache_aware_beats_random(tmp_path):
     assert ours["refused"] == blind["refused"] == 0
     assert ours["event_us_a_page"] > 0 == blind["event_us_a_page"]  # nobody follows what no policy asks for
     assert "| turns | cache_aware |" in done.stderr
+
+
+def test_under_overload_the_router_meets_more_objectives_than_one_that_knows_of_none():
+    command = [sys.executable, str(SCRIPT), "--objectives", "--warm", "8", "--seconds", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    blind, told = ({row["scenario"]: row for row in rows if row["objectives"] is known} for known in (False, True))
+    calm, _, double, _, batch, bursts = blind
+    assert told[calm]["chat_refused"] == 0 and told[calm]["chat_met_share"] == blind[calm]["chat_met_share"] > 0.99
+    for name, least in ((double, 0.3), (batch, 0.9), (bursts, 0.9)):
+        assert blind[name]["chat_met_share"] < least < told[name]["chat_met_share"]
+    for name in (batch, bursts):  # what makes way is computed later, and all of it
+        assert told[name]["batch_answered"] == blind[name]["batch_answered"] > 0

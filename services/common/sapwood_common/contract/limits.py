@@ -18,6 +18,8 @@ MOST_PRIORITY = 100
 """A request's priority is at most this, and at least its negative."""
 MOST_WEIGHT = 1000
 """A tenant's share, relative to others'."""
+LONGEST_TARGET_MS = 3_600_000
+"""Milliseconds within which a request's first token, or each further one, is to come."""
 LONGEST_TENANT = 128
 """Characters of a tenant's name."""
 LONGEST_SALT = 256

@@ -6,9 +6,11 @@ what runs with it ends. So are all keys if the file is deleted. One that is empt
 
 Each line: name, hash in hexadecimal, and optionally the most requests a minute, ``tokens=`` the most tokens a minute,
 ``weight=`` the share of busy workers (1 if not given) and ``priority=`` the highest priority that requests may have (0 if not
-given). ``operator`` lets requests do what operators do over HTTP, such as to change weights. Lines of one name are keys of one
-tenant, and the first of them says what holds for all. The tenant's cache salt is minted from name and first hash: so it is the
-same on all routers, and nobody can guess it. ``#`` begins a comment.
+given). ``ttft-ms=`` and ``tpot-ms=`` are targets for the first token and for each further one, in milliseconds: ``500``, or
+``200-2000`` for what requests may name; those that name none have the larger. ``operator`` lets requests do what operators do
+over HTTP, such as to change weights. Lines of one name are keys of one tenant, and the first of them says what holds for all. The
+tenant's cache salt is minted from name and first hash: so it is the same on all routers, and nobody can guess it. ``#`` begins a
+comment.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import hmac
 import logging
 import math
 import os
+import re
 import secrets
 import stat
 import time
@@ -27,15 +30,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sapwood_common.contract.limits import MOST_PRIORITY, MOST_WEIGHT
+from sapwood_common.contract.limits import LONGEST_TARGET_MS, MOST_PRIORITY, MOST_WEIGHT
 from sapwood_common.errors import ConfigError, UnauthenticatedError
 from sapwood_common.secret_file import warn_of_writers
-from sapwood_common.tenants.tenant import Tenant, TenantSettings, mint_salt
+from sapwood_common.tenants.tenant import TargetRange, Tenant, TenantSettings, mint_salt
 
 logger = logging.getLogger(__name__)
 
 AUTHORIZATION_KEY = "authorization"
 """Metadata key and HTTP header that carry ``Bearer KEY``."""
+
+FIRST_TOKEN, EACH_TOKEN = TARGETS = ("ttft-ms", "tpot-ms")
+"""Words of a line that set targets."""
 
 _LOOK_INTERVAL = 1.0
 _FOLLOW_SECONDS = 0.4
@@ -301,6 +307,7 @@ def _parse(words: list[str], where: str) -> KeyEntry:
         raise ConfigError(f"{where}: the second word is not a SHA-256 in hexadecimal")
     requests = tokens = priority = 0
     weight, operator = 1.0, False
+    targets: dict[str, TargetRange | None] = dict.fromkeys(TARGETS)
     for place, word in enumerate(rest):
         kind, equals, value = word.partition("=")
         if not equals and place == 0 and word != "operator":
@@ -312,13 +319,36 @@ def _parse(words: list[str], where: str) -> KeyEntry:
         elif kind == "priority":
             asked = f"a whole number in -{MOST_PRIORITY}..{MOST_PRIORITY}"
             priority = _priority(value, f"{where}: priority= is not followed by {asked}")
+        elif kind in targets:
+            asked = f"milliseconds such as 500 or 200-2000, at most {LONGEST_TARGET_MS}"
+            targets[kind] = parse_targets(value, f"{where}: {kind}= is not followed by {asked}")
         elif word == "operator":
             operator = True
         else:
             raise ConfigError(
-                f"{where}: after name, SHA-256 and requests a minute come only tokens=, weight=, priority= and operator"
+                f"{where}: after name, SHA-256 and requests a minute come only tokens=, weight=, priority=, ttft-ms=, tpot-ms= "
+                "and operator"
             )
-    return KeyEntry(digest, TenantSettings(name, requests, tokens, weight, priority, operator=operator))
+    settings = TenantSettings(
+        name,
+        requests,
+        tokens,
+        weight,
+        priority,
+        operator=operator,
+        first_token=targets[FIRST_TOKEN],
+        each_token=targets[EACH_TOKEN],
+    )
+    return KeyEntry(digest, settings)
+
+
+def parse_targets(text: str, problem: str) -> TargetRange:
+    """A range of targets. Raises ConfigError with ``problem`` where the text is none."""
+    found = re.fullmatch(r"([0-9]{1,8}(?:\.[0-9]{1,3})?)(?:-([0-9]{1,8}(?:\.[0-9]{1,3})?))?", text)
+    least, most = (float(found[1]), float(found[2] or found[1])) if found else (0.0, 0.0)
+    if not 0 < least <= most <= LONGEST_TARGET_MS:
+        raise ConfigError(problem)
+    return TargetRange(least, most)
 
 
 def _whole(text: str, problem: str) -> int:

@@ -12,6 +12,14 @@ from sapwood_net.pacing.rate import Rate
 
 
 @dataclass(frozen=True, slots=True)
+class TargetRange:
+    """The targets that requests may name, in milliseconds; one that names none has the ``most``."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
 class TenantSettings:
     """A tenant's settings.
 
@@ -22,6 +30,8 @@ class TenantSettings:
         priority: The highest that its requests may ask for. A request that asks for none has 0, or this if it is lower.
         operator: Whether its requests may do what operators do over HTTP.
         cache_salt: Workers share cached pages only among requests with the same salt.
+        first_token, each_token: Its targets for the first token, and for each further one; None: it has none, and its
+            requests may name any.
     """
 
     name: str
@@ -31,6 +41,8 @@ class TenantSettings:
     priority: int = 0
     cache_salt: str = ""
     operator: bool = False
+    first_token: TargetRange | None = None
+    each_token: TargetRange | None = None
 
 
 class Tenant:

@@ -8,6 +8,7 @@ three of them the next in the queue's order goes: where there are more such tena
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 
@@ -21,6 +22,15 @@ _POLL = 0.25
 """Seconds between looks at what changes by time alone: breakers that half-open, requests that waited too long."""
 _MOST_AHEAD = 3
 """Requests of tenants who have few running that go one after another while others wait."""
+
+
+Floor = Callable[[str, int], int | None]
+"""The lowest priority that may be given to a model's workers, if so many requests are about to be; None: any."""
+
+
+def _no_floor(model: str, taken: int) -> int | None:
+    """Any."""
+    return None
 
 
 def _nothing() -> None:
@@ -38,11 +48,12 @@ class _Line:
         let_go: Requests that left the queue and are about to choose a worker.
     """
 
-    def __init__(self, model: str, registry: Registry, queue: Admission, exits: Turnstile) -> None:
+    def __init__(self, model: str, registry: Registry, queue: Admission, exits: Turnstile, floor: Floor) -> None:
         self._model = model
         self._registry = registry
         self.queue = queue
         self._exits = exits
+        self._floor = floor
         self.coming = 0
         self.let_go = 0
         self._let_go_of: dict[str, int] = {}
@@ -73,6 +84,11 @@ class _Line:
                 if room > taken:  # the first worker mostly has it
                     return True
         return not any_admits
+
+    def holds(self, priority: int, taken: int) -> bool:
+        """Whether requests of this priority wait so that others' objectives are met, also if workers have room."""
+        floor = self._floor(self._model, taken)
+        return floor is not None and priority < floor
 
     def goes_ahead(self, caller: Caller, taken: int) -> bool:
         """Whether there is kept room for more than ``taken`` requests, and this one's tenant is the next who may have of it."""
@@ -116,6 +132,9 @@ class _Line:
         """Lets go as many as fit, a few a turn. No room is kept for requests that are still being prepared: that may take
         long."""
         while self.queue.waiting:
+            floor = self._floor(self._model, self.let_go)
+            if floor is not None and self.queue.highest < floor:
+                return
             is_open = self.has_room(self.let_go)
             few = None if is_open or not self._few or not self.has_room(self.let_go, few=True) else self._next_few()
             if not is_open and few is None:
@@ -127,7 +146,7 @@ class _Line:
                 return
             if self._ahead == _MOST_AHEAD:
                 few = None
-            if not self.queue.release(few):
+            if not self.queue.release(few, floor):
                 return
             self._ahead = 0 if few is None else self._ahead + 1
             self._exits.enter(_nothing)
@@ -140,21 +159,39 @@ class _Line:
 class Place:
     """A request's place on its way to a worker, from before it is prepared until it chooses one. Anybody who has it calls
     :meth:`leave` in the end, whatever happens.
+
+    Attributes:
+        held: Whether it waits, or waited, so that others' objectives are met.
     """
 
-    __slots__ = ("_caller", "_coming", "_cost", "_deadline", "_error", "_let_go", "_line", "_ticket", "_turn")
+    __slots__ = (
+        "_caller",
+        "_coming",
+        "_cost",
+        "_deadline",
+        "_error",
+        "_latest",
+        "_let_go",
+        "_line",
+        "_ticket",
+        "_turn",
+        "held",
+    )
 
-    def __init__(self, line: _Line, caller: Caller, cost: float, deadline: float) -> None:
+    def __init__(self, line: _Line, caller: Caller, cost: float, deadline: float, latest: float) -> None:
         self._line = line
         self._caller = caller
         self._cost = cost
         self._deadline = deadline
+        self._latest = latest
+        self.held = False
         self._ticket: Ticket | None = None
         self._turn: asyncio.Future[None] | None = None
         self._let_go = False
         self._error: ResourceExhaustedError | None = None
         taken = line.coming + line.let_go
-        self._coming = (not line.queue.waiting and line.has_room(taken)) or line.goes_ahead(caller, taken)
+        has_room = (not line.queue.waiting and line.has_room(taken)) or line.goes_ahead(caller, taken)
+        self._coming = has_room and not line.holds(caller.priority, taken)
         if self._coming:
             line.coming += 1
         else:
@@ -172,7 +209,8 @@ class Place:
         line = self._line
         if self._ticket is None:
             self.leave()
-            if line.has_room(line.let_go) or line.goes_ahead(self._caller, line.let_go):  # it came before all that wait
+            has_room = line.has_room(line.let_go) or line.goes_ahead(self._caller, line.let_go)
+            if has_room and not line.holds(self._caller.priority, line.let_go):  # it came before all that wait
                 return True
             self._enter(ready=True)
             return False
@@ -210,12 +248,14 @@ class Place:
             self._line.queue.leave(self._ticket)
 
     def _enter(self, *, ready: bool) -> None:
-        caller = self._caller
+        caller, line = self._caller, self._line
+        self.held = line.holds(caller.priority, line.coming + line.let_go)
         ticket = Ticket(
             *(caller.tenant, caller.priority, self._cost, self._deadline, self._go, self._refuse, caller.weight),
             ready=ready,
+            latest=self._latest,
         )
-        self._line.enter(ticket)
+        line.enter(ticket)
         self._ticket = ticket
 
     def _go(self) -> None:
@@ -239,11 +279,18 @@ class AdmissionControl:
         settings: Bounds of each model's queue.
         clock: Seconds, monotonic: the one that deadlines are on.
         rng: Spreads the times after which refused requests come again.
+        floor: Says which priorities may be given to workers.
     """
 
     def __init__(
-        self, registry: Registry, settings: AdmissionSettings, clock: Callable[[], float], rng: random.Random
+        self,
+        registry: Registry,
+        settings: AdmissionSettings,
+        clock: Callable[[], float],
+        rng: random.Random,
+        floor: Floor = _no_floor,
     ) -> None:
+        self._floor = floor
         self._registry = registry
         self._settings = settings
         self._clock = clock
@@ -256,7 +303,7 @@ class AdmissionControl:
         """Requests in all queues."""
         return sum(line.queue.waiting for line in self._lines.values())
 
-    def reserve(self, model: str, caller: Caller, cost: float, deadline: float) -> Place:
+    def reserve(self, model: str, caller: Caller, cost: float, deadline: float, latest: float = math.inf) -> Place:
         """A place for a request that is yet to be prepared: what is refused costs nothing, also when many come at once.
 
         Args:
@@ -264,6 +311,7 @@ class AdmissionControl:
             caller: Whose share it counts to, and how important it is.
             cost: Tokens to compute for it, about.
             deadline: When its client stops waiting.
+            latest: When a place would be of no use any more.
 
         Raises:
             ResourceExhaustedError: It is refused.
@@ -271,8 +319,8 @@ class AdmissionControl:
         line = self._lines.get(model)
         if line is None:
             queue = Admission(self._settings, self._clock, self._rng)
-            line = self._lines[model] = _Line(model, self._registry, queue, self._exits)
-        return Place(line, caller, cost, deadline)
+            line = self._lines[model] = _Line(model, self._registry, queue, self._exits, self._floor)
+        return Place(line, caller, cost, deadline, latest)
 
     def pump(self) -> None:
         """Workers have room, or there are others: lets go as many as fit."""

@@ -31,6 +31,11 @@ from dataclasses import dataclass
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_net.pacing.sliding_count import SlidingCount
 
+
+class OverloadedError(ResourceExhaustedError):
+    """A request is refused because the workers have too much to do."""
+
+
 _RATE_WINDOW = 10.0
 _LEAST_DELAY = 1.0
 
@@ -61,6 +66,7 @@ class Ticket:
         refuse: Called if it has to leave.
         weight: Its tenant's share, relative to others'.
         ready: Whether it may go when it is its turn; until then others go before it. :meth:`Admission.ready` sets it.
+        latest: When going would be of no use any more: it is then refused.
     """
 
     tenant: str
@@ -71,6 +77,7 @@ class Ticket:
     refuse: Callable[[ResourceExhaustedError], None]
     weight: float = 1.0
     ready: bool = True
+    latest: float = math.inf
     start: float = 0.0
     finish: float = 0.0
     number: int = 0
@@ -177,7 +184,7 @@ class Admission:
         Raises:
             ResourceExhaustedError: It is refused; ``retry_after`` says when to come again.
         """
-        self.check(ticket.tenant, ticket.priority, ticket.deadline)
+        self.check(ticket.tenant, ticket.priority, min(ticket.deadline, ticket.latest))
         now = self._clock()
         if self._busy_since is None:
             self._busy_since = now
@@ -222,13 +229,16 @@ class Admission:
             self._classes[ticket.priority].remove(ticket)
             self._gone(ticket)
 
-    def release(self, chosen: Ticket | None = None) -> bool:
-        """Lets the next request go, if one waits that is ready; or the one that is chosen, which does."""
+    def release(self, chosen: Ticket | None = None, least: int | None = None) -> bool:
+        """Lets the next request go, if one waits that is ready; or the one that is chosen, which does. ``least``: the lowest
+        priority that may go."""
         if chosen is not None:
             self._classes[chosen.priority].take(chosen)
             self._let_go(chosen)
             return True
         for priority in sorted(self._classes, reverse=True):
+            if least is not None and priority < least:
+                return False
             ticket = self._classes[priority].pop()
             if ticket is not None:
                 self._let_go(ticket)
@@ -242,10 +252,13 @@ class Admission:
 
     def expire(self) -> None:
         """Refuses those that waited too long; to be called now and then."""
-        limit = self._clock() - self._settings.most_wait
-        late = [ticket for group in self._classes.values() for _, _, ticket in group.entries if ticket.entered < limit]
-        for ticket in late:
-            self._refuse(ticket, f"waited {self._settings.most_wait:g} s")
+        now, most = self._clock(), self._settings.most_wait
+        waiting = [ticket for group in self._classes.values() for _, _, ticket in group.entries]
+        for ticket in waiting:
+            if ticket.entered < now - most:
+                self._refuse(ticket, f"waited {most:g} s")
+            elif ticket.latest < now:
+                self._refuse(ticket, f"waited {now - ticket.entered:.2f} s, its objective cannot be met any more")
 
     def _expected_wait(self, priority: int, before: int) -> float:
         """Seconds that a request waits with ``before`` requests of its own class before it."""
@@ -261,9 +274,9 @@ class Admission:
         self.leave(ticket)
         ticket.refuse(self._refusal(why, wait))
 
-    def _refusal(self, why: str, wait: float) -> ResourceExhaustedError:
+    def _refusal(self, why: str, wait: float) -> OverloadedError:
         delay = max(_LEAST_DELAY, wait) * self._rng.uniform(1.0, 2.0)
-        return ResourceExhaustedError(f"all workers are busy: {why}", retry_after=delay)
+        return OverloadedError(f"all workers are busy: {why}", retry_after=delay)
 
     def _gone(self, ticket: Ticket) -> None:
         ticket.waiting = False

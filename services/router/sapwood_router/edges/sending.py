@@ -15,9 +15,11 @@ from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.client import Client
 from sapwood_router.flow.generation import Generation, Pipeline
 from sapwood_router.request.context import Delta, Finish, RequestContext
+from sapwood_router.request.objective import STATUS_KEY, worst
 from sapwood_router.request.output import Output, OutputBuffer
 
 WORKER_HEADER, RESUMPTIONS_HEADER = b"x-sapwood-worker", b"x-sapwood-resumptions"
+STATUS_HEADER = STATUS_KEY.encode()
 NOTICE_HEADER = b"x-sapwood-notice"
 
 
@@ -136,6 +138,7 @@ def told_headers(workers: WorkerNames, contexts: Sequence[RequestContext]) -> He
     return (
         (WORKER_HEADER, workers.id_of(contexts[0].worker).encode()),
         (RESUMPTIONS_HEADER, b"%d" % resumptions),
+        *((STATUS_HEADER, told.encode()) for told in (worst(context.objective for context in contexts),) if told),
         *_notice_headers(contexts[0]),
     )
 
@@ -146,6 +149,13 @@ def with_resumptions(events: bytes, resumptions: int) -> bytes:
     """
     end = events.rfind(b"}\n") if resumptions else -1  # in JSON a line feed is escaped: it ends an event's data
     return events if end < 0 else b'%b,"%b":%d%b' % (events[:end], RESUMPTIONS_HEADER, resumptions, events[end:])
+
+
+def with_objective(events: bytes, contexts: Sequence[RequestContext]) -> bytes:
+    """The same events. If there is something to tell of objectives, the last object of them has it in one more field."""
+    told = worst(context.objective for context in contexts)
+    end = events.rfind(b"}\n") if told else -1
+    return events if end < 0 else b'%b,"%b":"%b"%b' % (events[:end], STATUS_HEADER, told.encode(), events[end:])
 
 
 def _notice_headers(context: RequestContext) -> Headers:
@@ -213,7 +223,7 @@ class _EventClient(Client):
             written += events
             if len(events) > LARGE:
                 await self._heavy.turn(self._exchange.tenant, goes_on=True)
-        return written
+        return with_objective(written, self._contexts)
 
     def write(self, delta: Delta) -> bool:
         if not self._at_once or delta.finish is not None or delta.index not in self._opened:

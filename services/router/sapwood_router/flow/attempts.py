@@ -157,6 +157,9 @@ class Attempts(ABC):
     def _admitted(self) -> None:  # noqa: B027 - not every request measures it
         """The wait for a worker is over."""
 
+    def _waited(self) -> None:  # noqa: B027 - not every request can wait too long
+        """It is its turn. Raises SapwoodError: it has waited in vain."""
+
     def stop(self) -> None:
         """Ends the try that is under way, and makes no other. May be called again."""
         self._stopped = True
@@ -224,6 +227,7 @@ class Attempts(ABC):
             await place.turn()
         finally:
             self._admitted()
+        self._waited()
         self._try(*self._choose())
 
     async def _go_on(self, error: SapwoodError) -> None:

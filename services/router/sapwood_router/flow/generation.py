@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -17,6 +18,7 @@ from sapwood_common.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
+    NotFoundError,
     RequestCancelledError,
     SapwoodError,
     UnavailableError,
@@ -26,8 +28,9 @@ from sapwood_net.http2.server.turnstile import Turnstile
 from sapwood_net.http2.server.waiting_line import Rank
 from sapwood_net.pacing.afterwards import Afterwards
 from sapwood_net.pacing.heavy_work import A_FEW, HeavyWork
-from sapwood_router.admission.control import AdmissionControl
-from sapwood_router.fleet.circuit_breaker import Outcome, Permit
+from sapwood_router.admission.control import AdmissionControl, Place
+from sapwood_router.admission.fair_queue import OverloadedError
+from sapwood_router.fleet.circuit_breaker import Outcome, Permit, WorkerLeftError
 from sapwood_router.fleet.convert import WorkerOutput, add_pictures, pack, to_worker_request
 from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.registry import Registry
@@ -38,7 +41,8 @@ from sapwood_router.flow.client import Client
 from sapwood_router.flow.disaggregation.decision import Disaggregation, Part
 from sapwood_router.flow.disaggregation.handoff import EarlyPull, Timing
 from sapwood_router.flow.embedding import Embedder
-from sapwood_router.flow.prepare import prepare, reserve, settle_model
+from sapwood_router.flow.headroom import Headroom, Pursuit
+from sapwood_router.flow.prepare import cost_of, prepare, settle_model
 from sapwood_router.flow.relay.relay import Relay
 from sapwood_router.flow.retry import Failover, RetryPolicy
 from sapwood_router.flow.select import Route, Selector
@@ -56,6 +60,7 @@ from sapwood_router.request.context import (
     unique_id,
 )
 from sapwood_router.request.field_names import to_client_field
+from sapwood_router.request.objective import HELD, PREEMPTED, SHED, ShedError
 from sapwood_router.request.output import OutputChunk, OutputStream, TokenStream
 from sapwood_router.request.tokens import MANY, pieces
 from sapwood_router.request.validation import check_together, extent
@@ -86,6 +91,7 @@ class Pipeline:
         sessions: Those that requests may go on with.
         leases: Keeps prompts that clients ask to keep.
         disaggregation: Decides whether prompts are computed on workers that are for that.
+        headroom: Predicts which requests' objectives are met.
         seeds: Draws the seeds of requests that bring none.
         heavy: The queue of work that takes the event loop long, for all callers and APIs.
     """
@@ -103,6 +109,7 @@ class Pipeline:
         sessions: SessionStore,
         leases: CacheLeases,
         disaggregation: Disaggregation,
+        headroom: Headroom,
         seeds: Seeds,
         heavy: HeavyWork,
         pixels: SharedBytes,
@@ -117,6 +124,7 @@ class Pipeline:
         self.failover = failover
         self.resume_grace = resume_grace
         self.disaggregation = disaggregation
+        self.headroom = headroom
         self.selector = Selector(registry, policies, disaggregation)
         self.seeds = seeds
         self.observer = observer
@@ -173,6 +181,10 @@ class Pipeline:
                 self.afterwards.add(generation.close)
 
 
+class PreemptedError(WorkerLeftError):
+    """A request without a token yet made way for one of a higher class: it waits again."""
+
+
 class Generation(Attempts):
     """One request while it runs. The next worker, if one is lost, gets the prompt and what was generated so far.
 
@@ -216,6 +228,8 @@ class Generation(Attempts):
         """Whether it counts among its adapter's requests."""
         self._timing: Timing | None = None
         """Measures what the request takes, for later decisions; None: there are none to make."""
+        self._pursuit: Pursuit | None = None
+        """Its part in meeting objectives; None: its model has no requests with any."""
 
     @property
     def tenant(self) -> str:
@@ -274,6 +288,9 @@ class Generation(Attempts):
         if self._stream is not None:
             self._stream.close()
         self._client = None  # it refers to its generations: a cycle
+        if self._pursuit is not None:
+            self._pursuit.close()
+            self._pursuit = None
         if context.caller.account is not None:
             context.caller.account.take_output(len(context.output_ids))
         self._watch.close()
@@ -295,6 +312,8 @@ class Generation(Attempts):
             self._policy.finished(worker.address, worker.model.page_size, self._prompt, new_tokens)
             if self._timing is not None:
                 self._timing.ended(len(new_tokens), len(self.context.output_ids))
+            if self._pursuit is not None:
+                self._pursuit.ended(len(new_tokens))
         self.close()
 
     def _end_with(self, error: Exception) -> None:
@@ -304,6 +323,11 @@ class Generation(Attempts):
             error = InternalError(str(error))
         if self.closed:
             return
+        if self._pursuit is not None and self._pursuit.objective is not None:
+            if isinstance(error, OverloadedError):
+                error = ShedError(error.message, retry_after=error.retry_after)
+            if isinstance(error, ShedError):
+                self._watch.pursued(SHED)
         self.context.error = error
         client = self._client
         self.close()
@@ -329,7 +353,7 @@ class Generation(Attempts):
         if self._index:
             await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
         settle_model(context, pipeline.registry)
-        self._place = reserve(context, pipeline.registry, pipeline.admission)
+        self._place = self._reserve()
         with self._watch.stage("prepare"):
             if extent(context.prompt) >= _LONG:
                 await pipeline.heavy.turn(context.caller.tenant, goes_on=True)
@@ -345,6 +369,27 @@ class Generation(Attempts):
         if self._index:  # the prompts of many came back together
             await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
         self._stream = await self._open_stream()
+
+    def _reserve(self) -> Place | None:
+        """A place in the queue; with the first one the request begins to take part in meeting objectives.
+
+        Returns:
+            None: its model is not known, or not yet.
+
+        Raises:
+            ResourceExhaustedError: It is refused.
+            InvalidArgumentError: It names no model and there are several, or one that only backends have.
+        """
+        context, pipeline = self.context, self._pipeline
+        try:
+            model = pipeline.registry.resolve(context.model)
+        except (NotFoundError, UnavailableError):
+            return None
+        if self._pursuit is None:
+            came = asyncio.get_running_loop().time() - (time.perf_counter() - context.started)
+            self._pursuit = pipeline.headroom.begin(model, context.caller, came, self._preempt)
+        latest = math.inf if self._pursuit is None else self._pursuit.latest
+        return pipeline.admission.reserve(model, context.caller, cost_of(context), context.deadline, latest)
 
     def _hold_pixels(self) -> None:
         """Counts the request's pictures until it ends. Raises ResourceExhaustedError if requests hold too many."""
@@ -390,12 +435,13 @@ class Generation(Attempts):
                 shared.registry.loras.asked(context.model, context.lora)
                 shared.registry.loras.begun(context.model, context.lora, 1)
                 self._counted = True
+            self._check_objective()
             if context.caller.account is not None:
                 context.caller.account.take_prompt(context.prompt, len(context.token_ids))
             if (costs := shared.disaggregation.costs_of(context.model)) is not None:
                 self._timing = Timing(costs, time.monotonic)
             self._watch.begin("queue")
-            place = self._place or reserve(context, shared.registry, shared.admission)
+            place = self._place or self._reserve()
             assert place is not None, "the model is known"
             self._begin(place)
         except Exception as error:
@@ -403,6 +449,58 @@ class Generation(Attempts):
 
     def _admitted(self) -> None:
         self._watch.end("queue")
+        if self._place is not None and self._place.held and not self.context.objective:
+            self.context.objective = HELD
+            self._watch.made_way(HELD)
+
+    def _check_objective(self) -> None:
+        """Raises ShedError if the request has an objective that no worker is predicted to meet."""
+        pursuit, pipeline = self._pursuit, self._pipeline
+        if pursuit is None or pursuit.objective is None:
+            return
+        demand = self._demand()
+        try:
+            workers = pipeline.selector.first_workers(demand, self._prompt)
+        except (UnavailableError, InvalidArgumentError):
+            return  # the choice will say what is wrong
+        pursuit.check(workers, self._held_by(workers), len(self._prompt.token_ids))
+
+    def _held_by(self, workers: Sequence[Worker]) -> Mapping[str, tuple[int, float]]:
+        """By address how many of the prompt's tokens the workers hold, as far as the policy knows."""
+        policy = self._pipeline.policies.of(self._demand().model)
+        return policy.explain([worker.view() for worker in workers], self._prompt)
+
+    def _narrow(self, workers: Sequence[Worker]) -> Sequence[Worker]:
+        """The workers that are predicted to meet the request's objective, and those of higher classes beside it."""
+        assert self._pursuit is not None, "it is asked of requests that take part"
+        return self._pursuit.narrow(workers, self._held_by(workers), len(self._prompt.token_ids))
+
+    def _preempt(self) -> None:
+        """Takes the request, which has no token yet, from its worker; it waits for its turn again."""
+        if self._attempt is not None and not self._stopped:
+            self.context.objective = PREEMPTED
+            self._watch.made_way(PREEMPTED)
+            self._attempt.close(PreemptedError("the request made way for one of a higher class"))
+
+    async def _go_on(self, error: SapwoodError) -> None:
+        if not isinstance(error, PreemptedError):
+            await super()._go_on(error)
+            return
+        self._watch.begin("queue")
+        place = self._place = self._reserve()
+        assert place is not None, "the model is known"
+        if place.ready():
+            self._admitted()
+            self._try(*self._choose())
+        else:
+            await self._queue(place)
+
+    def _waited(self) -> None:
+        try:
+            self._check_objective()
+        except ShedError:
+            self._pipeline.admission.pump()  # another may have its place
+            raise
 
     def _choose(self) -> tuple[Worker, Choice]:
         with self._watch.stage("select"):
@@ -430,7 +528,8 @@ class Generation(Attempts):
                 return selector.decode(demand, self._prompt, self._ticket.message.fingerprint, self._session_at)
             return selector.decode(demand, self._prompt, b"", self._session_at)
         left = self.context.sampling.max_tokens - len(self.context.output_ids)
-        route = selector.begin(demand, self._prompt, left, self._session_at)
+        narrow = None if self._pursuit is None or self._pursuit.is_free else self._narrow
+        route = selector.begin(demand, self._prompt, left, self._session_at, narrow=narrow)
         if route.decision is not None and route.decision.estimates:
             self._watch.weighed(pair=route.decision.disaggregated)
         return route
@@ -465,6 +564,8 @@ class Generation(Attempts):
         )
         if self._timing is not None:
             self._timing.sent(worker, self._part, lacking)
+        if self._pursuit is not None and self._part is not Part.DECODE:
+            self._pursuit.sent(worker, lacking, may_return=self._part is Part.WHOLE and not self.context.output_ids)
         assert self._stream is not None, "it was prepared"
         return GenerationAttempt(self, self._stream, end_tokens, lease, permit)
 
@@ -488,6 +589,9 @@ class Generation(Attempts):
             self._watch.part("decode")
         if self._timing is not None:
             self._timing.answers()
+        if self._pursuit is not None:
+            self._pursuit.answers()
+            self._pipeline.admission.pump()  # who is held may go now
 
     def tried(self, error: SapwoodError | None) -> None:
         self._watch.end("execute")
@@ -497,6 +601,8 @@ class Generation(Attempts):
             super().tried(None)
             return
         self._watch.part(None)
+        if self._pursuit is not None:
+            self._pursuit.left()
         if self._early is not None:
             self._early.release()
         worker = self._worker
@@ -599,6 +705,8 @@ class Generation(Attempts):
         if context.healed and chunk.output.text:
             chunk.output.text = _without_healed(context, chunk.output.text)
         finish = finish_of(context, chunk) if chunk.ended else None
+        if finish is not None and self._pursuit is not None:
+            self._judge(self._pursuit, finish.usage.completion_tokens)
         start, end = self._sent_tokens, chunk.tokens if finish is None else finish.usage.completion_tokens
         token_ids = context.output_ids[start:end].tolist()
         logprobs = context.logprobs[start:end] if context.logprobs else ()
@@ -606,6 +714,20 @@ class Generation(Attempts):
         self._sent_tokens += len(token_ids)
         self._watch.delta(started, len(token_ids), chunk.output)
         return Delta(chunk.output, token_ids, finish, logprobs, text_tokens, self._index)
+
+    def _judge(self, pursuit: Pursuit, tokens: int) -> None:
+        """Says whether the answer, which is complete, met its objective."""
+        context = self.context
+        assert context.first_token is not None, "it was set with the first output"
+        each = (time.perf_counter() - context.first_token) / (tokens - 1) if tokens > 1 else 0.0
+        if outcome := pursuit.outcome(context.first_token - context.started, each):
+            context.objective = outcome
+            self._watch.pursued(outcome)
+
+    def client_is_slow(self) -> None:
+        """The worker waits for the client to read."""
+        if self._pursuit is not None:
+            self._pursuit.client_is_slow()
 
     def _commit(self, session: SessionTurn, usage: Usage) -> None:
         context = self.context
@@ -693,6 +815,7 @@ class GenerationAttempt(Attempt):
         """The worker keeps what it generates until the client has read some."""
         if not self._held and self._worker_stream is not None:
             self._held = True
+            self._generation.client_is_slow()
             self._worker_stream.pause()
             self._stream.call_when_room(self._resume)
 

@@ -12,13 +12,10 @@ from msgspec.structs import replace
 from sapwood_common.contract.sampling import AS_MANY_AS_FIT, LONGEST_BAD_WORD
 from sapwood_common.errors import (
     InvalidArgumentError,
-    NotFoundError,
     PromptTooLongError,
     SapwoodError,
-    UnavailableError,
 )
 from sapwood_net.pacing.heavy_work import Stint
-from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.flow.healing import check_healing, heal
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, TokenPrompt, Turn, has_strict_tool
@@ -270,21 +267,7 @@ def settle_model(context: RequestContext, registry: Registry) -> None:
         context.model, context.named = model, context.lora
 
 
-def reserve(context: RequestContext, registry: Registry, admission: AdmissionControl) -> Place | None:
-    """A place for a request; None if its model is not known, or not yet.
-
-    Raises:
-        ResourceExhaustedError: It is refused.
-        InvalidArgumentError: It names no model and there are several, or one that only backends have.
-    """
-    try:
-        model = registry.resolve(context.model)
-    except (NotFoundError, UnavailableError):
-        return None
-    return admission.reserve(model, context.caller, _cost(context), context.deadline)
-
-
-def _cost(context: RequestContext) -> int:
+def cost_of(context: RequestContext) -> int:
     """What the request counts against its tenant's share, in tokens: prompt and answer, both estimated."""
     prompt, tokens = context.prompt, context.sampling.max_tokens
     tokens = _USUAL_TOKENS if tokens == AS_MANY_AS_FIT else min(tokens, _MOST_TOKENS)

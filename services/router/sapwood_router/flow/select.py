@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -31,6 +31,10 @@ class Seen:
     def __init__(self) -> None:
         self.views: list[WorkerView] = []
         self.shadows: dict[str, Choice] = {}
+
+
+Narrow = Callable[[Sequence[Worker]], Sequence[Worker]]
+"""Of the workers that can take a request, those that are to be preferred; none: all alike."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -64,7 +68,13 @@ class Selector:
         self._disaggregation = disaggregation
 
     def begin(
-        self, demand: Demand, prompt: PromptPages, left: int, session_at: str = "", seen: Seen | None = None
+        self,
+        demand: Demand,
+        prompt: PromptPages,
+        left: int,
+        session_at: str = "",
+        seen: Seen | None = None,
+        narrow: Narrow | None = None,
     ) -> Route:
         """The worker that a request begins at, whole or with its prompt.
 
@@ -74,22 +84,30 @@ class Selector:
             left: The most tokens that are still to be generated.
             session_at: The worker that holds the request's session; empty: none does.
             seen: Filled with what the choice was made from. Then nothing is asked of a worker: no costs count as being measured.
+            narrow: Says which workers are to be preferred; None: nobody does.
 
         Raises:
             InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
         """
         whole = self._policies.of(demand.model)
         if not self._disaggregation.concerns(demand.model):
-            return Route(*choose(demand, prompt, self._registry, whole, (), session_at, seen))
+            return Route(*choose(demand, prompt, self._registry, whole, (), session_at, seen, narrow))
         decision = self._disaggregation.decide(demand, prompt, left, probe=seen is None)
         if decision.disaggregated:
             beside = replace(demand, pages=self._disaggregation.pages_beside(demand))
             roles = self._disaggregation.roles_for(Part.PREFILL)
             with contextlib.suppress(UnavailableError, InvalidArgumentError):
-                chosen = choose(beside, prompt, self._registry, whole, roles, session_at, seen)
+                chosen = choose(beside, prompt, self._registry, whole, roles, session_at, seen, narrow)
                 return Route(*chosen, Part.PREFILL, decision)
         roles = self._disaggregation.roles_for(Part.WHOLE, decision)
-        return Route(*choose(demand, prompt, self._registry, whole, roles, session_at, seen), Part.WHOLE, decision)
+        chosen = choose(demand, prompt, self._registry, whole, roles, session_at, seen, narrow)
+        return Route(*chosen, Part.WHOLE, decision)
+
+    def first_workers(self, demand: Demand, prompt: PromptPages) -> Sequence[Worker]:
+        """The workers that a request may begin at, of a large fleet those that the policy looks at. Raises as :meth:`begin`."""
+        concerned = self._disaggregation.concerns(demand.model)
+        roles = self._disaggregation.roles_for(Part.PREFILL) if concerned else ()
+        return candidates(demand, prompt, self._registry, self._policies.of(demand.model), roles)[0]
 
     def decode(
         self,
@@ -122,6 +140,7 @@ def choose(
     roles: Sequence[Role] = (),
     session_at: str = "",
     seen: Seen | None = None,
+    narrow: Narrow | None = None,
 ) -> tuple[Worker, Choice]:
     """The worker for a request, and why: ``session_at`` if it can be chosen, else the policy's.
 
@@ -134,17 +153,17 @@ def choose(
             Empty: workers of any role.
         session_at: The worker that holds the request's session; empty: none does.
         seen: Filled with what the choice was made from.
+        narrow: Says which workers are to be preferred; None: nobody does.
 
     Raises:
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
     """
-    available = registry.available(demand.model)
-    if demand.lora:
-        workers = with_lora(available, demand, registry, roles, session_at)
-    else:
-        many = len(available) > MANY
-        listed = _shortlist(demand, prompt, registry, policy, roles, session_at) if many else None
-        workers = of_roles(available, demand, roles).workers if listed is None else listed
+    workers, listed = candidates(demand, prompt, registry, policy, roles, session_at)
+    if narrow is not None:
+        preferred = narrow(workers)
+        if not preferred and listed:
+            preferred = narrow(of_roles(registry.available(demand.model), demand, roles).workers)
+        workers = preferred or workers
     if seen is not None:
         seen.views = [worker.view() for worker in workers]
         seen.shadows = {}
@@ -155,6 +174,24 @@ def choose(
     else:
         choice = policy.choose([worker.view() for worker in workers], prompt)
     return next(worker for worker in workers if worker.address == choice.address), choice
+
+
+def candidates(
+    demand: Demand,
+    prompt: PromptPages,
+    registry: Registry,
+    policy: Shadowed,
+    roles: Sequence[Role] = (),
+    session_at: str = "",
+) -> tuple[Sequence[Worker], bool]:
+    """The workers that a request may go to, and whether these are only those of a large fleet that the policy listed. Arguments
+    and errors are those of :func:`choose`."""
+    available = registry.available(demand.model)
+    if demand.lora:
+        return with_lora(available, demand, registry, roles, session_at), False
+    many = len(available) > MANY
+    listed = _shortlist(demand, prompt, registry, policy, roles, session_at) if many else None
+    return (of_roles(available, demand, roles).workers, False) if listed is None else (listed, True)
 
 
 def with_lora(

@@ -21,6 +21,7 @@ from sapwood_router.fleet.circuit_breaker import BreakerState
 from sapwood_router.fleet.connection import SilenceLimit
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.worker import Worker
+from sapwood_router.request.objective import OUTCOMES, WAYS
 from sapwood_router.routing.factory import policy_names
 from sapwood_router.routing.index.blocks import BlockIndex
 
@@ -30,6 +31,7 @@ LENGTHS = tuple(float(2**power) for power in range(18))
 _BREAKER_STATES = {BreakerState.CLOSED: 0.0, BreakerState.HALF_OPEN: 1.0, BreakerState.OPEN: 2.0}
 _MOST_MODELS = 32
 _MOST_REASONS = 32
+_MOST_PRIORITIES = 32
 _MOST_WORKERS = 256
 _MOST_TENANTS = 64
 _MOST_KNOWN = 1024
@@ -120,6 +122,19 @@ class RouterMetrics:
             "Choices of shadow policies: the chosen worker (agree), or another one (differ).",
             policy=OneOf(*policy_names()),
             verdict=OneOf("agree", "differ"),
+        )
+        priority = AtMost(_MOST_PRIORITIES)
+        self.objectives = metrics.counter(
+            "sapwood_router_objectives_total",
+            "Generations with an objective that ended: it was met or missed, or they were refused as it could not be met (shed).",
+            priority=priority,
+            outcome=OneOf(*OUTCOMES),
+        )
+        self.made_way = metrics.counter(
+            "sapwood_router_made_way_total",
+            "Generations that waited (held), or returned to the queue (preempted), for the objectives of higher priorities.",
+            priority=priority,
+            how=OneOf(*WAYS),
         )
         self.retries = metrics.counter(
             "sapwood_router_retries_total", "Further workers tried, by the status of the failed try.", code=CODES

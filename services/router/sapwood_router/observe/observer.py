@@ -76,6 +76,7 @@ def answered(context: RequestContext, code: str) -> dict[str, Attribute]:
         "sapwood.selection_reason": context.reason,
         "sapwood.status": code,
         "sapwood.resumptions": context.resumptions,
+        **({"sapwood.objective": context.objective} if context.objective else {}),
         "sapwood.accepted_tokens": context.accepted_prediction_tokens,
         "sapwood.drafted_tokens": context.accepted_prediction_tokens + context.rejected_prediction_tokens,
     }
@@ -147,7 +148,7 @@ class RequestLog:
             status = grpc.StatusCode.CANCELLED if context.usage is None else grpc.StatusCode.OK
         ttft = "-" if context.first_token is None else f"{(context.first_token - context.started) * 1000:.1f}ms"
         logger.info(
-            "request=%s model=%s worker=%s reason=%s prompt=%d cached=%d completion=%d status=%s duration=%.1fms ttft=%s%s%s%s",
+            "request=%s model=%s worker=%s reason=%s prompt=%d cached=%d completion=%d status=%s duration=%.1fms ttft=%s%s%s%s%s",
             context.request_id,
             context.model or "-",
             context.worker,
@@ -159,6 +160,7 @@ class RequestLog:
             (now - context.started) * 1000,
             ttft,
             f" resumptions={context.resumptions}" if context.resumptions else "",
+            f" objective={context.objective}" if context.objective else "",
             "" if context.error is None else f" error={context.error.message!r}",
             LongText(self._details(context, said)),
         )
@@ -342,6 +344,15 @@ class RequestWatch:
     def selected(self, reason: str) -> None:
         """A worker was chosen."""
         self._metrics.selections.at(reason=reason).inc()
+
+    def pursued(self, outcome: str) -> None:
+        """A request with an objective ended: ``met``, ``missed`` or ``shed``."""
+        caller = self._context.caller
+        self._metrics.objectives.at(priority=str(caller.priority), outcome=outcome).inc()
+
+    def made_way(self, how: str) -> None:
+        """It was ``held`` or ``preempted``, so that objectives of higher classes are met."""
+        self._metrics.made_way.at(priority=str(self._context.caller.priority), how=how).inc()
 
     def retried(self, error: SapwoodError) -> None:
         """A worker failed the request, and another is tried."""

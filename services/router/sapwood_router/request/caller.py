@@ -9,6 +9,7 @@ from hashlib import blake2b
 from sapwood_common.contract.limits import LONGEST_TENANT, MOST_PRIORITY
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.tenants.tenant import Tenant, mint_salt
+from sapwood_router.request.objective import Objective, objective_of
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class Caller:
         priority: -100 to 100; larger goes first where requests wait.
         session: What consistent_hash keeps on one worker; empty for nothing.
         account: What this request takes of the tenant's allowance; None where no keys are asked for.
+        objective: When its tokens are to come; None: nobody says.
     """
 
     tenant: str = ""
@@ -71,6 +73,7 @@ class Caller:
     weight: float = 1.0
     cache_salt: str = ""
     account: Spending | None = None
+    objective: Objective | None = None
 
 
 NOBODY = Caller()
@@ -88,7 +91,8 @@ def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Calle
     """
     tenant = get(TENANT_KEY) if account is None else account.name
     priority, session = get(PRIORITY_KEY), get(SESSION_KEY)
-    if not tenant and not priority and not session:
+    objective = objective_of(get, None if account is None else account.settings)
+    if not tenant and not priority and not session and objective is None:
         return NOBODY
     for key, value, longest in ((TENANT_KEY, tenant, LONGEST_TENANT), (SESSION_KEY, session, _LONGEST_SESSION)):
         if value is not None and len(value) > longest:
@@ -102,10 +106,11 @@ def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Calle
             settings.weight,
             settings.cache_salt,
             Spending(account),
+            objective,
         )
     # Without keys the tenant is whom a gateway in front names: its tenants are kept apart, too.
     salt = mint_salt(tenant) if tenant else ""
-    return Caller(tenant or "", priority_of(priority), session or "", cache_salt=salt)
+    return Caller(tenant or "", priority_of(priority), session or "", cache_salt=salt, objective=objective)
 
 
 def in_session(caller: Caller, session: str) -> Caller:

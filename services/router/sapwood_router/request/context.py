@@ -390,6 +390,7 @@ class RequestContext(msgspec.Struct):
         attempts: Workers the request was given to (build).
         handoffs: How often the worker that computed the prompt gave a ticket for it.
         resumptions: How often the stream went on, on another worker, after tokens had come.
+        objective: What is told of objectives (``request/objective.py``); empty: nothing.
         started, first_token: On ``time.perf_counter``'s clock.
         usage, error: How it ended (respond, or the pipeline); neither is set while it runs or if the client left.
     """
@@ -438,6 +439,7 @@ class RequestContext(msgspec.Struct):
     attempts: int = 0
     handoffs: int = 0
     resumptions: int = 0
+    objective: str = ""
     started: float = msgspec.field(default_factory=time.perf_counter)
     first_token: float | None = None
     usage: Usage | None = None

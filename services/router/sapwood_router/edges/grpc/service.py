@@ -47,6 +47,7 @@ from sapwood_router.flow.steering import Steering
 from sapwood_router.observe.status import RouterState
 from sapwood_router.request.caller import Caller, caller_of
 from sapwood_router.request.context import Delta, RequestContext, accept_request_id, unique_id
+from sapwood_router.request.objective import STATUS_KEY, worst
 from sapwood_router.request.output import OutputOptions
 from sapwood_router.request.tokens import MANY
 from sapwood_router.request.validation import check_counts, continuations
@@ -173,6 +174,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 (
                     (WORKER_KEY, self._workers.id_of(contexts[0].worker)),
                     (RESUMPTIONS_KEY, str(sum(item.resumptions for item in contexts))),
+                    *((STATUS_KEY, told) for told in (worst(item.objective for item in contexts),) if told),
                     *(((NOTICE_KEY, contexts[0].notice),) if contexts[0].notice else ()),
                 )
             )

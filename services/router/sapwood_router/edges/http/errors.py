@@ -11,6 +11,7 @@ import msgspec
 from sapwood_common import errors
 from sapwood_common.status import row_of
 from sapwood_router.edges.http1.errors import HttpError
+from sapwood_router.request.objective import SHED, STATUS_KEY, ShedError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -127,11 +128,14 @@ def error_code(error: errors.SapwoodError) -> str | None:
 
 
 def retry_headers(error: errors.SapwoodError) -> list[tuple[bytes, bytes]]:
-    """The headers of 429 and 503: ``Retry-After`` (whole seconds, at least 1), and milliseconds for OpenAI's clients."""
+    """The headers of 429 and 503: ``Retry-After`` (whole seconds, at least 1), and milliseconds for OpenAI's clients; and whether
+    it is for a request's objective."""
     if http_status(error) not in (429, 503):
         return []
     seconds = error.retry_after or 1.0
+    shed = [(STATUS_KEY.encode(), SHED.encode())] if isinstance(error, ShedError) else []
     return [
+        *shed,
         (b"retry-after", b"%d" % max(1, math.ceil(seconds))),
         (b"retry-after-ms", b"%d" % math.ceil(seconds * 1000)),
     ]

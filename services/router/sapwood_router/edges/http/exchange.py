@@ -27,11 +27,14 @@ from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.client import READER_SLACK
 from sapwood_router.request.caller import NOBODY, PRIORITY_KEY, SESSION_KEY, TENANT_KEY, Caller, caller_of, in_session
 from sapwood_router.request.context import accept_request_id
+from sapwood_router.request.objective import EACH_TOKEN_KEY, FIRST_TOKEN_KEY
 
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 """Parameters of vLLM and OpenAI for routing. Requests with the same value are of one session or user, or share a beginning."""
 _SESSIONS = frozenset(_SESSION_FIELDS)
-_CALLER_HEADERS = frozenset(key.encode() for key in (TENANT_KEY, PRIORITY_KEY, SESSION_KEY))
+_CALLER_HEADERS = frozenset(
+    key.encode() for key in (TENANT_KEY, PRIORITY_KEY, SESSION_KEY, FIRST_TOKEN_KEY, EACH_TOKEN_KEY)
+)
 _REQUEST_ID_HEADER = REQUEST_ID_KEY.encode()
 _PIECE_SECONDS = 60.0
 _JSON = (b"content-type", b"application/json")

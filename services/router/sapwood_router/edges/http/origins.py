@@ -15,7 +15,7 @@ _HEADERS_ASKED = b"access-control-request-headers"
 _METHODS = b"GET, POST, DELETE"
 _SHOWN = (
     b"x-request-id, x-sapwood-worker, x-sapwood-resumptions, x-sapwood-notice, x-sapwood-ignored, "
-    b"retry-after, retry-after-ms"
+    b"x-sapwood-objective, retry-after, retry-after-ms"
 )
 """Headers of answers that a page may read beside the usual ones."""
 _REMEMBERED = b"600"

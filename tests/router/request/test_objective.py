@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sapwood_common.errors import InvalidArgumentError
@@ -38,6 +40,16 @@ def test_a_tenants_rule_holds_where_nothing_is_named_and_bounds_what_is() -> Non
         with pytest.raises(InvalidArgumentError, match="from 200 to 2000 with this API key") as caught:
             caller_of({"x-slo-ttft-ms": value}.get, account)
         assert caught.value.field == "x-slo-ttft-ms"
+
+
+def test_what_lowers_its_own_priority_has_no_target_unless_it_names_one() -> None:
+    """Such as the lines of a batch, which have the lowest."""
+    account = Tenant(RULE, Clock())
+    assert caller_of({"x-priority": "-100"}.get, account).objective is None
+    assert caller_of({"x-priority": "-100", "x-slo-ttft-ms": "500"}.get, account).objective == Objective(0.5)
+    low = Tenant(replace(RULE, priority=-7), Clock())
+    assert caller_of({}.get, low).objective == caller_of({"x-priority": "-7"}.get, low).objective == Objective(2.0)
+    assert caller_of({"x-priority": "-8"}.get, low).objective is None
 
 
 def test_of_several_answers_the_worst_is_told() -> None:

@@ -91,7 +91,10 @@ def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Calle
     """
     tenant = get(TENANT_KEY) if account is None else account.name
     priority, session = get(PRIORITY_KEY), get(SESSION_KEY)
-    objective = objective_of(get, None if account is None else account.settings)
+    settings = None if account is None else account.settings
+    given = 0 if settings is None or not priority else priority_of(priority)
+    is_background = settings is not None and given < min(0, settings.priority)
+    objective = objective_of(get, settings, usual=not is_background)
     if not tenant and not priority and not session and objective is None:
         return NOBODY
     for key, value, longest in ((TENANT_KEY, tenant, LONGEST_TENANT), (SESSION_KEY, session, _LONGEST_SESSION)):

@@ -48,27 +48,31 @@ def worst(told: Iterable[str]) -> str:
     return next((each for each in (MISSED, MET, PREEMPTED, HELD) if each in said), "")
 
 
-def objective_of(get: Callable[[str], str | None], settings: TenantSettings | None) -> Objective | None:
+def objective_of(
+    get: Callable[[str], str | None], settings: TenantSettings | None, *, usual: bool = True
+) -> Objective | None:
     """The objective that metadata or headers name, within the tenant's rule; None: there is none.
 
     Args:
         get: The value of a key, None if it is not there.
         settings: The tenant's, if keys are asked for.
+        usual: Whether the tenant's targets hold where the request names none.
 
     Raises:
         InvalidArgumentError: A value makes no sense, or is beyond the rule.
     """
     rules = (None, None) if settings is None else (settings.first_token, settings.each_token)
     first, each = (
-        _target(get(key), key, rule) for key, rule in zip((FIRST_TOKEN_KEY, EACH_TOKEN_KEY), rules, strict=True)
+        _target(get(key), key, rule, usual=usual)
+        for key, rule in zip((FIRST_TOKEN_KEY, EACH_TOKEN_KEY), rules, strict=True)
     )
     return Objective(first / 1000, each / 1000) if first or each else None
 
 
-def _target(value: str | None, key: str, rule: TargetRange | None) -> float:
+def _target(value: str | None, key: str, rule: TargetRange | None, *, usual: bool) -> float:
     """A target in milliseconds; 0: there is none."""
     if not value:
-        return 0.0 if rule is None else rule.most
+        return 0.0 if rule is None or not usual else rule.most
     target = float(value) if _NUMBER.fullmatch(value) else 0.0
     if not 0 < target <= LONGEST_TARGET_MS:
         raise InvalidArgumentError(

@@ -123,8 +123,10 @@ class Conversation:
 
     def attach(self, path: str) -> None:
         """Puts a file's text before the next question. Raises CliError."""
+        from sapwood_common.models.model_files import local_path
+
         try:
-            self._attached.append(Path(path).expanduser().read_text(encoding="utf-8"))
+            self._attached.append(local_path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise CliError(f"/file: cannot read {path}: {error.strerror}", REFUSED) from None
         except UnicodeDecodeError:
@@ -132,8 +134,10 @@ class Conversation:
 
     def save(self, path: str) -> None:
         """Writes all turns. Raises CliError."""
+        from sapwood_common.models.model_files import local_path
+
         try:
-            Path(path).expanduser().write_text(json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n")
+            local_path(path).write_text(json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n")
         except OSError as error:
             raise CliError(f"/save: cannot write {path}: {error.strerror}", REFUSED) from None
 

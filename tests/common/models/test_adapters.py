@@ -39,6 +39,8 @@ def test_a_folder_is_taken_as_it_is_and_what_is_none_is_refused(tmp_path: Path) 
     assert find_adapter(str(folder)) == folder
     assert f"holds no {WEIGHTS}" in refusal(str(written(tmp_path / "y", {CONFIG: b"{}"})))
     assert "neither a folder" in refusal(str(tmp_path / "nothing"))
+    for nobodys in ("~nobody-of-this-name/x", "~a\0b", "a\0b", "\0"):
+        assert "neither a folder" in refusal(nobodys)
     (tmp_path / "file.bin").write_bytes(b"")
     assert "neither a folder" in refusal(str(tmp_path / "file.bin"))
     gguf = tmp_path / "a.gguf"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.hub import Hub, parse_hub_name
-from sapwood_common.models.model_files import sapwood_home
+from sapwood_common.models.model_files import local_path, sapwood_home
 from sapwood_common.models.url_files import UrlFolders, is_url
 
 CONFIG = "adapter_config.json"
@@ -27,7 +27,7 @@ def find_adapter(path: str, *, may_fetch: bool = True) -> Path:
     """
     if is_url(path):
         return UrlFolders(sapwood_home() / "adapters" / "url").find(path, FILES, may_fetch=may_fetch)
-    local = Path(path).expanduser()
+    local = local_path(path)
     if local.is_dir():
         _check(path, {each.name for each in local.iterdir()})
         return local

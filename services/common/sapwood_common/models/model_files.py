@@ -53,9 +53,17 @@ class PinnedModel:
         return {"model": self.model} | ({} if self.revision is None else {"revision": self.revision})
 
 
+def local_path(path: str) -> Path:
+    """A path of this machine, with ``~`` replaced. One that names an unknown user, or that no system has, stays as it is."""
+    try:
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError):
+        return Path(path)
+
+
 def hub_name(model: str) -> HubName | None:
     """The model of the Hugging Face hub that ``--model`` names; None if it names a file or folder here, or ``demo``."""
-    return None if Path(model).expanduser().exists() else parse_hub_name(model)
+    return None if local_path(model).exists() else parse_hub_name(model)
 
 
 def is_elsewhere(model: str) -> bool:
@@ -132,7 +140,7 @@ def _local(model: str) -> Path:
         if not path.is_file():
             raise ConfigError(f"--model: {model} is not at {path}; fetch it with: sapwood model fetch {model}")
         return path
-    path = Path(model).expanduser()
+    path = local_path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             why = ", so it is not a Hugging Face model directory"

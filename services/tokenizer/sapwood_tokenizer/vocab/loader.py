@@ -18,7 +18,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import byte_level_bytes, sentencepiece_bytes
 from sapwood_common.models.end_tokens import end_ids
 from sapwood_common.models.gguf_file import GgufError, GgufFile
-from sapwood_common.models.model_files import model_name, resolve_model
+from sapwood_common.models.model_files import local_path, model_name, resolve_model
 from sapwood_common.models.progress import logged
 from sapwood_common.models.prompts import NO_PROMPTS, Prompts, read_prompts
 from sapwood_text.vocabulary import TokenTable, Vocabulary
@@ -76,7 +76,7 @@ def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
     Raises:
         ConfigError: The file or folder does not exist, or cannot be fetched; the message says what to do.
     """
-    path = Path(model).expanduser()
+    path = local_path(model)
     if path.is_dir() or (path.suffix in _VOCABULARY_SUFFIXES and path.is_file()):
         return path
     return resolve_model(model, revision, weights=False, progress=logged(logger))
@@ -85,7 +85,7 @@ def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
 def tokenizer_name(model: str) -> str:
     """The name clients use for a model unless the configuration gives another: what it is called on the hub, the file's own name,
     or its folder's."""
-    path = Path(model).expanduser()
+    path = local_path(model)
     if path.suffix in _VOCABULARY_SUFFIXES and path.is_file():
         return path.resolve().parent.name if path.stem in ("tokenizer", "tekken", "tiktoken") else path.stem
     return path.resolve().name if path.is_dir() else model_name(model)

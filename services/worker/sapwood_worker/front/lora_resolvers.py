@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.adapters import CONFIG
+from sapwood_common.models.model_files import local_path
 from sapwood_common.models.url_files import is_url
 from sapwood_common.plugins import find_part
 from sapwood_worker.front.loras import Resolver
@@ -49,7 +49,7 @@ def in_folder(folder: str) -> Resolver:
     """
     if is_url(folder):
         return lambda name: f"{folder.rstrip('/')}/{name}" if _PLAIN.fullmatch(name) else None
-    base = Path(folder).expanduser()
+    base = local_path(folder)
     if not folder or not base.is_dir():
         raise ConfigError(f"--lora-slots resolver: {folder!r} is no folder")
 

@@ -48,13 +48,15 @@ def read(runner: ModelRunner, path: Path) -> LoraFacts:
     return runner.read_lora(Lora(7, "mine", str(path)))
 
 
-def refuses(runner: ModelRunner, path: Path, *words: str) -> None:
+def refuses(runner: ModelRunner, path: Path, *words: str) -> str:
+    """The error's text, which has all of these words."""
     with pytest.raises(InvalidArgumentError) as refused:
         read(runner, path)
     for word in words:
         assert word in str(refused.value)
     assert refused.value.field == "lora_path"
     assert runner.loras is not None and not runner.loras._adapters, "nothing is kept"
+    return str(refused.value)
 
 
 def configure(folder: Path, **settings: Any) -> None:
@@ -115,14 +117,48 @@ def test_a_worker_without_slots_says_how_to_get_some(tiny_model: Any, make_runne
         ({"rank_pattern": ["q_proj"]}, ["rank_pattern is ['q_proj']"]),
         ({"alpha_pattern": {"(a+)+": 2}}, ["alpha_pattern", "too intricate"]),
         ({"alpha_pattern": {"(": 2}}, ["alpha_pattern has the pattern"]),
+        ({"alpha_pattern": {".?" * 40 + "X": 2}}, ["alpha_pattern", "too intricate"]),
+        ({"alpha_pattern": {"(.|.)" * 40 + "X": 2}}, ["alpha_pattern", "too intricate"]),
+        ({"alpha_pattern": {"a{99999999999}": 2}}, ["alpha_pattern has the pattern"]),
         ({"layers_to_transform": "1"}, ["layers_to_transform is '1'"]),
+        ({"r": 10**400}, ["r is 1000"]),
+        ({"lora_alpha": -(10**400)}, ["lora_alpha is -1000"]),
+        ({"rank_pattern": {"q_proj": 10**400}}, ["rank_pattern.q_proj is 1000"]),
+        ({"lora_alpha": 1e308}, ["lora_B.weight times its scale, 2.5e+307", "torch.float32 does not hold"]),
+        ({"\x1b" + "x" * 100_000: 1}, [" ... ", "not known"]),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_named(
     runner: ModelRunner, folder: Path, settings: dict[str, Any], words: list[str]
 ) -> None:
     configure(folder, **settings)
-    refuses(runner, folder, *words)
+    assert len(refuses(runner, folder, *words)) < 2000
+
+
+@pytest.mark.parametrize(
+    "pattern", ["q_proj", r"model\.layers\.(0|1)\.self_attn\.q_proj", r".*\.(?:q|k)_proj", "[a-z]+_proj?"]
+)
+def test_patterns_that_trainers_write_are_read(runner: ModelRunner, folder: Path, pattern: str) -> None:
+    configure(folder, rank_pattern={pattern: 4})
+    assert read(runner, folder).rank == 4
+    runner.drop_lora(7)
+
+
+def test_patterns_that_take_long_in_all_are_refused(
+    runner: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sapwood_worker.model.lora.peft._PATTERN_SECONDS", 0.0)
+    configure(folder, rank_pattern={f"layer{number}": 4 for number in range(1000)})
+    refuses(runner, folder, "its patterns take more than")
+
+
+@pytest.mark.parametrize("depth", range(800, 1000, 3))
+def test_a_setting_that_is_nested_too_deeply_is_named(runner: ModelRunner, folder: Path, depth: int) -> None:
+    """What could just be read could not be shown in the error."""
+    given = json.loads((folder / CONFIG).read_text())
+    text = json.dumps(given | {"use_dora": "HERE"}).replace('"HERE"', "[" * depth + "]" * depth)
+    (folder / CONFIG).write_text(text)
+    refuses(runner, folder, CONFIG)
 
 
 def renamed(old: str, new: str) -> Callable[[Tensors], None]:
@@ -209,13 +245,35 @@ def shifted(header: dict[str, Any], by: int) -> dict[str, Any]:
             ),
             [f"{Q0}.lora_A.weight takes 8 bytes"],
         ),
+        (
+            lambda content: with_header(
+                {f"{Q0}.lora_A.weight": {"dtype": ["F32"], "shape": [4, 48], "data_offsets": [0, 768]}}, b""
+            ),
+            [f"{Q0}.lora_A.weight", "damaged"],
+        ),
+        (
+            lambda content: with_header(
+                {f"{Q0}.lora_A.weight": {"dtype": "F32", "shape": {}, "data_offsets": [0, 4]}}, b"1234"
+            ),
+            [f"{Q0}.lora_A.weight has shape []"],
+        ),
+        (
+            lambda content: with_header(
+                {f"{Q0}.{number}.lora_A.weight": {"dtype": "F32"} for number in range(10_000)}, b""
+            ),
+            ["its header has", "of an adapter of this model has at most"],
+        ),
+        (
+            lambda content: with_header({f"{Q0}{'x' * 50_000}.lora_A.weight": {"dtype": "F32"}}, b""),
+            ["tensor base_model", " ... "],
+        ),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named(
     runner: ModelRunner, folder: Path, damage: Callable[[bytes], bytes], words: list[str]
 ) -> None:
     (folder / WEIGHTS).write_bytes(damage((folder / WEIGHTS).read_bytes()))
-    refuses(runner, folder, str(folder / WEIGHTS), *words)
+    assert len(refuses(runner, folder, str(folder / WEIGHTS), *words)) < 2000
 
 
 def test_files_that_are_missing_or_no_files_are_named(runner: ModelRunner, folder: Path) -> None:

@@ -50,7 +50,10 @@ _NAMESPACE = "envoy.lb"
 _HINT, _SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 _PIECE = 60_000
 """Bytes of a body that are sent back in one message."""
-_MOST_SUBSET = 65_536
+_MOST_SUBSET, _ENDPOINT_BYTES = 65_536, 128
+"""Endpoints of a subset, and what one counts for."""
+_MOST_HEADERS, _MOST_HEADER_BYTES, _HEADER_BYTES = 256, 64 * 1024, 32
+"""Headers of a request, their bytes, and what one counts for besides."""
 _STATUS_DIGITS = 3
 _CONTROLS = bytes([*range(9), *range(10, 32), 127])
 """Bytes that no header's value has."""
@@ -154,11 +157,14 @@ class _Carried:
         self._owner = owner
         self._mode = pb.GATEWAY_BODY_MODE_FULL_DUPLEX_STREAMED
         self._answer_mode = pb.GATEWAY_BODY_MODE_FULL_DUPLEX_STREAMED
+        self._began = False
+        """Whether the request's headers have come."""
         self._headers: dict[bytes, bytes] = {}
+        """They, until there is an endpoint."""
         self._subset: frozenset[str] | None = None
         self._body = bytearray()
         self._lost: CallError | None = None
-        """Why the body was given up."""
+        """Why the request was given up."""
         self._pick: Pick | None = None
         self._changed: bytes | None = None
         self._meter: AnswerMeter | None = None
@@ -181,6 +187,7 @@ class _Carried:
             case "request_body":
                 return await self._take_body(request.request_body)
             case "request_trailers":
+                self._check_begun()
                 found = [] if self.picked or self._mode not in _DUPLEX else await self._pick_duplex(ends=False)
                 return [*found, pb.GatewayResponse(request_trailers=pb.GatewayTrailersChange())]
             case "response_headers":
@@ -210,48 +217,51 @@ class _Carried:
 
     def close(self) -> None:
         """The call is over, however it ended."""
-        self._owner.memory.release(self)
-        self._body.clear()
+        self._release()
         if self._pick is not None:
             self._pick.end(
                 None if self._meter is None or not self._complete else self._meter.usage(self._prompt_tokens)
             )
 
     def fail(self, error: CallError) -> None:
-        """Gives the body up. Implements ``HeldBody``."""
+        """Gives the request up. Implements ``HeldBody``."""
         self._lost = error
-        self._body.clear()
+        self._release()
 
     @property
     def _prompt_tokens(self) -> int:
         return 0 if self._pick is None else self._pick.prompt_tokens
 
     async def _take_headers(self, message: pb.GatewayHeaders) -> list[pb.GatewayResponse]:
-        if self._headers:
+        if self._began:
             raise InvalidArgumentError("the headers came before")
+        size = sum(
+            len(each.key) + len(each.value) + len(each.raw_value) + _HEADER_BYTES for each in message.headers.headers
+        )
+        if len(message.headers.headers) > _MOST_HEADERS or size > _MOST_HEADER_BYTES:
+            raise HttpError(431, f"more than {_MOST_HEADERS} headers, or {_MOST_HEADER_BYTES} bytes of them")
+        self._began = True
         self._headers = _fields(message.headers)
         for name, value in self._headers.items():
             if len(value.translate(None, _CONTROLS)) < len(value):
                 shown = name[:100].decode("utf-8", "replace")
                 raise InvalidArgumentError("a header's value has control characters", field=shown)
         self._owner.guard.check_headers(self._headers)
+        self._hold(size)
         if message.end_of_stream or self._mode not in (*_DUPLEX, *_BUFFERED):
             await self._choose()
+            self._release()
             return [pb.GatewayResponse(request_headers=self._destinations(), dynamic_metadata=self._metadata())]
         return [] if self._mode in _DUPLEX else [pb.GatewayResponse(request_headers=pb.GatewayChange())]
 
     async def _take_body(self, message: pb.GatewayBody) -> list[pb.GatewayResponse]:
         if self.picked or self._mode not in (*_DUPLEX, *_BUFFERED):
             return [pb.GatewayResponse(request_body=pb.GatewayChange())]
-        if not self._headers:
-            raise InvalidArgumentError("a body came without headers")
+        self._check_begun()
         if len(self._body) + len(message.body) > self._owner.most_bytes:
             raise HttpError(413, f"the body is over the limit of {self._owner.most_bytes} bytes")
         self._body += message.body
-        if message.body:
-            self._owner.memory.grow(self, len(message.body))
-        if self._lost is not None:
-            raise self._lost
+        self._hold(len(message.body))
         if self._mode in _DUPLEX:
             return await self._pick_duplex(ends=True) if message.end_of_stream else []
         await self._choose()
@@ -282,9 +292,23 @@ class _Carried:
             responses.append(pb.GatewayResponse(request_body=_streamed(piece)))
         return responses
 
+    def _check_begun(self) -> None:
+        """Raises InvalidArgumentError if the request's headers, and with them its key, have not come."""
+        if not self._began:
+            raise InvalidArgumentError("the headers did not come before")
+
+    def _hold(self, size: int) -> None:
+        """Counts what is held until there is an endpoint. Raises CallError if all requests hold too much."""
+        if size:
+            self._owner.memory.grow(self, size)
+        if self._lost is not None:
+            raise self._lost
+
     def _release(self) -> None:
         self._owner.memory.release(self)
         self._body.clear()
+        self._headers.clear()
+        self._subset = None
 
     async def _choose(self) -> None:
         owner, now = self._owner, asyncio.get_running_loop().time()
@@ -293,6 +317,7 @@ class _Carried:
         request_id_var.set(request_id)
         self.deadline = min(self.deadline, now + asked_timeout(self._headers))
         body, named = await self._parsed()
+        self._hold(0)  # or it was given up meanwhile
         context = RequestContext(
             request_id=request_id,
             worker_request_id=unique_id(request_id),
@@ -307,6 +332,7 @@ class _Carried:
         pick = self._pick = owner.picker.begin(context)
         async with asyncio.timeout_at(self.deadline):
             await pick.choose(body, self._subset)
+        self._hold(0)
         self.picked = True
         self._changed = pick.changed_body(body, named)
 
@@ -341,16 +367,18 @@ class _Carried:
         return self._headers.get(key.encode(), b"").decode("latin-1")
 
     def _read_subset(self, metadata: pb.GatewayMetadata) -> None:
+        """Takes the first subset that comes; there is one of a request."""
+        if self.picked or self._subset is not None:
+            return
         if _HINT not in metadata.filter_metadata or _SUBSET not in metadata.filter_metadata[_HINT].fields:
             return
         value = metadata.filter_metadata[_HINT].fields[_SUBSET]
-        if value.WhichOneof("kind") == "list_value":
-            listed = [each.string_value for each in value.list_value.values]
-        else:
-            listed = value.string_value.split(",")
-        if len(listed) > _MOST_SUBSET:
+        is_list = value.WhichOneof("kind") == "list_value"
+        if (len(value.list_value.values) if is_list else value.string_value.count(",") + 1) > _MOST_SUBSET:
             raise InvalidArgumentError(f"the subset has more than {_MOST_SUBSET} endpoints", field=_SUBSET)
+        listed = [each.string_value for each in value.list_value.values] if is_list else value.string_value.split(",")
         self._subset = frozenset(each.strip() for each in listed)
+        self._hold(sum(map(len, self._subset)) + _ENDPOINT_BYTES * len(self._subset))
 
     def _destinations(self) -> pb.GatewayChange:
         assert self._pick is not None

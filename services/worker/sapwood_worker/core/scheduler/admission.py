@@ -145,9 +145,10 @@ WORTH_WAITING = 32
 """A request waits while another computes a prefix that both share, if the prefix has at least this many tokens (SGLang's
 value)."""
 _SCORED = 4
-"""A prompt token with log probabilities counts as this many tokens of the budget, because the whole vocabulary is computed for
-it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other requests waited. Such a prompt gets at
-most half of the remaining budget, so that the next request can begin in the same step.
+"""A token whose log probabilities are wanted, of a prompt or of continuations, counts as this many tokens of the budget, because
+the whole vocabulary is computed for it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other
+requests waited. Such tokens of a request get at most half of the remaining budget, so that the next request can begin in the same
+step.
 """
 
 
@@ -265,26 +266,22 @@ class PrefillAdder:
         enough = needed + self._reserved <= self._running.num_available_pages
         return enough and self._running.windows_fit(self._expected(request))
 
-    @staticmethod
-    def _scores(request: Request, count: int) -> bool:
-        """Whether log probabilities are wanted of some of the request's next tokens."""
-        first = request.sampling.prompt_logprobs_start
-        return request.wanted_prompt_logprobs is not None and request.planned + count > first
-
     def give(self, request: Request, most: int) -> int:
         """Adds a running request's next tokens to the step, within the budget; returns how many tokens of the budget they
         took."""
         given, most = self._given.get(request, 0), min(most, self.budget)
-        left, cost = request.remaining - given, 1
+        left = request.remaining - given
         if left < 1 or most < 1:
             return 0
+        first = None if request.whole else request.first_scored
+        plain = left if first is None else max(0, first - request.planned - given)
         if request.whole:
             most = left
-        elif self._scores(request, given + min(left, most)):
+        elif plain < min(left, most):
             allowed = self._scored.setdefault(request, -(-self.budget // 2))
-            if allowed < 1:
+            if allowed < 1 and not plain:
                 return 0
-            cost, most = _SCORED, max(1, min(most, allowed) // _SCORED)
+            most = plain + max(not plain, min(most - plain, allowed) // _SCORED)
         count = self._running.reachable(request, given + min(left, most)) - given
         if request.pictures and count > 0:
             start = request.planned + given
@@ -298,10 +295,12 @@ class PrefillAdder:
         if not given and request.prompt_key is not None and not request.generated:
             self._leading.setdefault(request.prompt_key, []).append(request)
         self._given[request] = given + count
-        self.budget -= cost * count
-        if cost > 1:
-            self._scored[request] -= cost * count
-        return cost * count
+        spent = count
+        if first is not None and count > plain:
+            spent = plain + _SCORED * (count - plain)
+            self._scored[request] = self._scored.get(request, -(-self.budget // 2)) - (spent - plain)
+        self.budget -= spent
+        return spent
 
     def _expected(self, request: Request) -> int:
         return len(request.token_ids) + self._ratio.expected_tokens(request)

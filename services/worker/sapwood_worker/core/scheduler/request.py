@@ -347,6 +347,13 @@ class Request:
         return self.sampling.prompt_logprobs if self._scored < self.prompt_length - 1 else None
 
     @property
+    def first_scored(self) -> int | None:
+        """The position from which on each token costs the logits of the whole vocabulary; None: there is none."""
+        if self.walk is not None:
+            return self.prompt_length - 1
+        return self.sampling.prompt_logprobs_start if self.wanted_prompt_logprobs is not None else None
+
+    @property
     def reusable(self) -> array[int]:
         """The tokens that may come from the prefix cache, and one more token. Tokens whose log probabilities or pooled states
         are wanted must be computed."""

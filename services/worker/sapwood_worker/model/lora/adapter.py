@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.telemetry.shown_text import cut
 
 FIELD = "lora_path"
 """The field of a request that names an adapter's files."""
+_MOST_SHOWN = 1024
+"""Characters of an error, which may have names that files gave."""
 
 
 def refused(where: Path | str, why: str) -> InvalidArgumentError:
     """The error that an adapter cannot be served."""
-    return InvalidArgumentError(f"{where}: {why}", field=FIELD)
+    return InvalidArgumentError(f"{where}: {cut(why, _MOST_SHOWN)}", field=FIELD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,9 @@ class Adapter:
     where: str
     digest: bytes
     pairs: Mapping[str, Pair]
-    wanted: tuple[str, ...] = ()
+    wanted: frozenset[str] = frozenset()
     layers: frozenset[int] | None = None
-    excluded: tuple[str, ...] = ()
+    excluded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,8 @@ def _read(path: Path, file: GgufFile, limits: Limits, family: ModelFamily, confi
                 path, f"tensor {names[1]} of {module} has rank {b.shape[1]}, {names[0]} has rank {a.shape[0]}"
             )
         if family.gguf_interleaves and module.endswith((".q_proj", ".k_proj")):
+            if b.shape[0] % config.head_dim:
+                raise refused(path, f"tensor {names[1]} of {module} has {b.shape[0]} rows, which are no whole heads")
             b = _halves(b, config.head_dim)
         # As llama.cpp has it: an alpha of 0 is a factor of 1.
         pair = pairs[module] = Pair(a, b, float(alpha) / a.shape[0] if alpha else 1.0, (names[0], names[1]))

@@ -10,19 +10,23 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sapwood_common.telemetry.shown_text import cut
 from sapwood_worker.model.lora.adapter import Adapter, Limits, Pair, assert_finite, read_bytes, refused
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MOST_CONFIG = 1 << 20
-_MOST_HEADER = 1 << 24
+_MOST_HEADER, _HEADER_OF_MODULE = 1 << 16, 1 << 11
+"""Bytes of a header, and further ones for each module of the model. Python reads 14 MB of it in 0.4 s, and all steps wait."""
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _PREFIX = "base_model.model."
 # What other tensors of such a file are, by what is in their names.
@@ -86,8 +90,10 @@ _UNREAD = {
     ),
     *("qalora_group_size", "ensure_weight_tying"),
 }
-_MOST_PATTERN, _MOST_REPEATS = 256, 2
-"""Letters of a pattern, and repetitions in it."""
+_MOST_PATTERN, _MOST_REPEATS, _MOST_BARS, _MOST_GROUPS = 256, 2, 8, 3
+"""Letters of a pattern, and repetitions, bars and groups with bars in it."""
+_PATTERN_SECONDS = 5.0
+"""Of CPU time, for all patterns of an adapter."""
 
 
 def read_peft(folder: Path, limits: Limits, canonical: Callable[[str], str]) -> Adapter:
@@ -103,11 +109,14 @@ def read_peft(folder: Path, limits: Limits, canonical: Callable[[str], str]) -> 
     """
     where = folder / CONFIG
     given = read_bytes(where, _MOST_CONFIG)
-    config = _Config(where, _object(where, given))
+    try:
+        config = _Config(where, _object(where, given))
+    except RecursionError as error:  # what is deep enough to be read can be too deep to be shown
+        raise refused(where, "a setting is nested too deeply") from error
     path = folder / WEIGHTS
     if not path.exists() and (folder / "adapter_model.bin").exists():
         raise refused(folder, f"has adapter_model.bin, which may run code: save it as {WEIGHTS}")
-    header, begin = _header(path)
+    header, begin = _header(path, limits)
     named = dict(_named(path, header, limits, canonical))
     end = begin + sum(_size(path, name, header[name]) for name in header)
     content = read_bytes(path, end)
@@ -151,8 +160,9 @@ class _Config:
 
     def __init__(self, where: Path, given: Mapping[str, Any]) -> None:
         self._where, self._given = where, given
+        self._pattern_seconds = 0.0
         if str(given.get("peft_type", "")).upper() != "LORA":
-            raise refused(where, f"peft_type is {given.get('peft_type')!r}; LORA is served")
+            raise refused(where, f"peft_type is {given.get('peft_type')!r:.80}; LORA is served")
         for name, plain in _PLAIN.items():
             value = given.get(name)
             if not any(value == each and type(value) is type(each) for each in plain):
@@ -160,24 +170,24 @@ class _Config:
                 raise refused(where, f"{name} is {value!r:.80}, which is not served: {advice}")
         for name in given.keys() - _PLAIN.keys() - _READ - _UNREAD:
             if given[name]:
-                raise refused(where, f"{name} is {given[name]!r:.80}: a setting that is not known")
+                raise refused(where, f"{cut(name, 80)} is {given[name]!r:.80}: a setting that is not known")
         self._rank = self._number("r", given.get("r"))
         if self._rank != int(self._rank) or self._rank < 1:
-            raise refused(where, f"r is {given.get('r')!r}; it can be a whole number from 1 on")
+            raise refused(where, f"r is {given.get('r')!r:.80}; it can be a whole number from 1 on")
         self._alpha = self._number("lora_alpha", given.get("lora_alpha", 8))
         self._rslora = given.get("use_rslora") or False
         if not isinstance(self._rslora, bool):
-            raise refused(where, f"use_rslora is {self._rslora!r}; it can be true or false")
+            raise refused(where, f"use_rslora is {self._rslora!r:.80}; it can be true or false")
         self._ranks, self._alphas = self._patterns("rank_pattern"), self._patterns("alpha_pattern")
         targets = given.get("target_modules")
-        self.wanted: tuple[str, ...] = ()
+        self.wanted: frozenset[str] = frozenset()
         if isinstance(targets, list):
             self.wanted = self._words("target_modules", targets)
         elif not isinstance(targets, str):
             raise refused(where, f"target_modules is {targets!r:.80}; it can be a list of names or a pattern")
         excluded = given.get("exclude_modules") or []
         if isinstance(excluded, str):  # a pattern: which modules it leaves out, the tensors say
-            self.wanted, excluded = (), []
+            self.wanted, excluded = frozenset(), []
         self.excluded = self._words("exclude_modules", excluded)
         layers = given.get("layers_to_transform")
         if isinstance(layers, int) and not isinstance(layers, bool):
@@ -190,11 +200,11 @@ class _Config:
 
     def rank(self, module: str) -> int:
         """The rank of a module's matrices, as the settings say."""
-        return int(_first(self._ranks, module, self._rank))
+        return int(self._first(self._ranks, module, self._rank))
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of a module's matrices."""
-        alpha = _first(self._alphas, module, self._alpha)
+        alpha = self._first(self._alphas, module, self._alpha)
         return alpha / math.sqrt(rank) if self._rslora else alpha / rank
 
     def check_targets(self, path: Path, tensors: Mapping[str, str]) -> None:
@@ -206,41 +216,70 @@ class _Config:
                 raise refused(path, f"tensor {tensor} is unexpected: target_modules of {CONFIG} does not name {module}")
 
     def _number(self, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise refused(self._where, f"{name} is {value!r:.80}; it can be a number")
-        return float(value)
+        try:
+            number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise refused(self._where, f"{cut(name, 80)} is {value!r:.80}; it can be a number")
+        return number
 
-    def _words(self, name: str, value: Any) -> tuple[str, ...]:
+    def _words(self, name: str, value: Any) -> frozenset[str]:
         if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
             raise refused(self._where, f"{name} is {value!r:.80}; it can be a list of names")
-        return tuple(value)
+        return frozenset(value)
 
     def _patterns(self, name: str) -> Sequence[tuple[re.Pattern[str], float]]:
         value = self._given.get(name) or {}
         if not isinstance(value, dict):
             raise refused(self._where, f"{name} is {value!r:.80}; it can be an object of numbers by names")
         for pattern in value:
-            # Repetitions of repetitions take Python's matcher exponential time, in which it holds the interpreter's lock.
-            repeats = sum(map(pattern.count, "*+{"))
-            if len(pattern) > _MOST_PATTERN or re.search(r"\)[*+{]", pattern) or repeats > _MOST_REPEATS:
+            if _is_intricate(pattern):
                 raise refused(self._where, f"{name} has the pattern {pattern!r:.80}, which is too intricate")
-        try:
-            return [
-                (re.compile(rf"(?:.*\.)?(?:{pattern})"), self._number(f"{name}.{pattern}", number))
-                for pattern, number in value.items()
-            ]
-        except re.error as error:
-            raise refused(self._where, f"{name} has the pattern {error.pattern!r:.80}: {error}") from error
+        made = []
+        for pattern, number in value.items():
+            with self._timed():
+                try:
+                    compiled = re.compile(rf"(?:.*\.)?(?:{pattern})")
+                except (re.error, OverflowError) as error:
+                    raise refused(self._where, f"{name} has the pattern {pattern!r:.80}: {error}") from error
+            made.append((compiled, self._number(f"{name}.{pattern}", number)))
+        return made
+
+    def _first(self, patterns: Iterable[tuple[re.Pattern[str], float]], module: str, other: float) -> float:
+        """The number of the first pattern that a module's name ends with, as PEFT looks for it."""
+        for pattern, number in patterns:
+            with self._timed():
+                if pattern.fullmatch(module):
+                    return number
+        return other
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts the CPU time of a pattern. Raises InvalidArgumentError if all have taken too much."""
+        began = time.thread_time()
+        yield
+        self._pattern_seconds += time.thread_time() - began
+        if self._pattern_seconds > _PATTERN_SECONDS:
+            raise refused(self._where, f"its patterns take more than {_PATTERN_SECONDS:.3g} s: write names, or fewer")
 
 
-def _first(patterns: Iterable[tuple[re.Pattern[str], float]], module: str, other: float) -> float:
-    """The number of the first pattern that a module's name ends with, as PEFT looks for it."""
-    return next((number for pattern, number in patterns if pattern.fullmatch(module)), other)
+def _is_intricate(pattern: str) -> bool:
+    """Whether Python's matcher might take a pattern exponential time, in which it holds the interpreter's lock: repetitions of
+    repetitions, or many places where a letter may be there or not."""
+    plain = pattern.replace("(?", "(")
+    repeats, bars = sum(map(plain.count, "*+{?")), plain.count("|")
+    many = repeats > _MOST_REPEATS or bars > _MOST_BARS or (bars > 0 and plain.count("(") > _MOST_GROUPS)
+    return len(pattern) > _MOST_PATTERN or many or re.search(r"\)[*+{]", plain) is not None
 
 
-def ends(module: str, names: Iterable[str]) -> bool:
+def ends(module: str, names: Set[str]) -> bool:
     """Whether a module's name is, or ends with, one of these."""
-    return any(module == name or module.endswith(f".{name}") for name in names)
+    while module not in names:
+        _, dot, module = module.partition(".")
+        if not dot:
+            return False
+    return True
 
 
 def _object(where: Path, given: bytes | bytearray) -> dict[str, Any]:
@@ -253,12 +292,15 @@ def _object(where: Path, given: bytes | bytearray) -> dict[str, Any]:
     return value
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
+def _header(path: Path, limits: Limits) -> tuple[dict[str, Any], int]:
     """The header of the file, by the tensors' names, and where their numbers begin."""
     first = read_bytes(path, 1 << 62, 8)
     length = int.from_bytes(first, "little")
-    if len(first) < 8 or not 2 <= length <= _MOST_HEADER:
+    if len(first) < 8 or not 2 <= length <= 1 << 30:
         raise refused(path, "is no safetensors file")
+    most = _MOST_HEADER + _HEADER_OF_MODULE * len(limits.modules) * (1 + len(limits.elsewhere))
+    if length > most:
+        raise refused(path, f"its header has {length} bytes; that of an adapter of this model has at most {most}")
     return _header_of(path, read_bytes(path, 1 << 62, 8 + length)), 8 + length
 
 
@@ -276,7 +318,7 @@ def _size(path: Path, name: str, entry: Any) -> int:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [begin, end, *shape]
-        if not all(isinstance(each, int) and 0 <= each < 1 << 40 for each in numbers):
+        if not isinstance(dtype, str) or not all(isinstance(each, int) and 0 <= each < 1 << 40 for each in numbers):
             raise ValueError("its numbers are none")
     except (TypeError, KeyError, ValueError) as error:
         raise refused(path, f"tensor {name!r:.200}: the header is damaged: {error}") from error

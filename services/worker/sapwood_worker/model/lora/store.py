@@ -271,6 +271,10 @@ class LoraStore:
                     rows = slice(start + part.rows.start, start + part.rows.start + size)
                     a[at * rank : at * rank + pair.rank] = pair.a[:, columns]
                     b[first : first + size, : pair.rank] = pair.b[rows].float() * pair.scale
+                    packed = a[at * rank : at * rank + pair.rank], b[first : first + size, : pair.rank]
+                    if not all(bool(torch.isfinite(each).all()) for each in packed):
+                        said = f"times its scale, {pair.scale:.3g}, has numbers that {self._dtype} does not hold"
+                        raise refused(adapter.where, f"tensor {pair.tensors[1]} {said}")
                 first += size
         return frozenset(touched)
 

@@ -43,7 +43,6 @@ def started(model: Path, log: Path) -> Iterator[str]:
         process.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_no_message_is_the_tokenizers_fault(small_vocabulary: Path, tmp_path: Path) -> None:
     wrong = []

@@ -60,7 +60,8 @@ from sapwood_worker.settings import Role
 
 _REFUSALS: dict[str, type[errors.SapwoodError]] = {
     kind.__name__: kind
-    for kind in (errors.InvalidArgumentError, errors.ResourceExhaustedError, errors.UnimplementedError)
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.SapwoodError)
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -160,6 +162,23 @@ def test_a_tokenizer_that_no_gguf_file_can_hold_is_named(tiny, tmp_path, capsys)
     (tiny / "tokenizer.json").unlink()
     assert main(["model", "quantize", str(tiny), str(tmp_path / "out.gguf")]) == 2
     assert "holds no tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["quantize", "drafter"])
+def test_a_folder_that_another_process_writes_is_left_to_it_and_a_dead_ones_is_not(verb, tiny, tmp_path, capsys):
+    unfinished = tmp_path / ".out.unfinished"
+    unfinished.mkdir()
+    (unfinished / "1.part").write_text("half")
+    words = ["model", verb, str(tiny), str(tmp_path / "out"), *(["--layers", "1"] if verb == "drafter" else [])]
+    lock = os.open(unfinished, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"sapwood: {tmp_path / 'out'}: another process is writing it"
+    assert (unfinished / "1.part").read_text() == "half"
+    os.close(lock)
+    assert main(words) == 0
+    assert not unfinished.exists()
+    assert not (tmp_path / "out" / "1.part").exists()
 
 
 @pytest.mark.parametrize("name", ["out", "out.gguf"])

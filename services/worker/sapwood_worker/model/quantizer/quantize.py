@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,17 +41,27 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 class CheckpointWriter:
-    """A folder that has its name once it is whole.
+    """A folder that has its name once it is whole. What a killed process left of it is removed.
 
     Args:
         folder: Must not exist.
+
+    Raises:
+        ConfigError: Another process is writing it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._unfinished = folder.with_name(f".{folder.name}.unfinished")
-        shutil.rmtree(self._unfinished, ignore_errors=True)
-        self._unfinished.mkdir(parents=True)
+        self._unfinished.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self._unfinished, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigError(f"{folder}: another process is writing it") from None
+        for left in self._unfinished.iterdir():
+            left.unlink()
         self._held: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
         self._bytes = 0
@@ -80,8 +92,9 @@ class CheckpointWriter:
         self._unfinished.rename(self._folder)
 
     def abandon(self) -> None:
-        """Removes what was written, unless it is finished."""
+        """Removes what was written, unless it is finished, and lets others write."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
+        os.close(self._lock)
 
     def _write(self) -> None:
         if self._held:

@@ -279,9 +279,7 @@ def run_config(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
-    from sapwood.cli.fetch import fetch_models
-    from sapwood.cli.local.checks import check_files, check_model, check_ports
-    from sapwood_common.models.model_files import model_name
+    from sapwood.cli.local.checks import claimed_ports
     from sapwood_common.network.socket_folder import SocketFolder  # of the services' packages
 
     if arguments.detach:
@@ -290,20 +288,29 @@ def run(arguments: argparse.Namespace) -> int:
     folder = SocketFolder("sapwood-up-") if arguments.no_router else None
     try:
         services = _services(arguments, None if folder is None else folder.path)
-        check_ports(services)
-        check_files(services)
-        fetch_models(services)
-        check_model(services)
-        terminal = open_terminal(sys.stdout)
-        name = services.worker.config.served_model_name or model_name(services.worker.config.model)
-        try:
-            with Record(name) as record:
-                return asyncio.run(_serve(services, terminal, record))
-        finally:
-            terminal.close()
+        with claimed_ports(services):
+            return _checked(services)
     finally:
         if folder is not None:
             folder.remove()
+
+
+def _checked(services: Services) -> int:
+    """Serves if nothing else is wrong; returns the exit code, raises CliError."""
+    from sapwood.cli.fetch import fetch_models
+    from sapwood.cli.local.checks import check_files, check_model
+    from sapwood_common.models.model_files import model_name
+
+    check_files(services)
+    fetch_models(services)
+    check_model(services)
+    terminal = open_terminal(sys.stdout)
+    name = services.worker.config.served_model_name or model_name(services.worker.config.model)
+    try:
+        with Record(name) as record:
+            return asyncio.run(_serve(services, terminal, record))
+    finally:
+        terminal.close()
 
 
 def _services(arguments: argparse.Namespace, sockets: Path | None = None) -> Services:

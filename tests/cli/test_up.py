@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import get_origin
 
@@ -12,6 +15,7 @@ import pytest
 
 from sapwood.cli import up
 from sapwood.cli.errors import CliError
+from sapwood.cli.local.checks import claimed_ports
 from sapwood.cli.main import build_parser, main
 from sapwood.cli.services import Services
 from sapwood_common.settings.config import build_parser as service_parser
@@ -116,6 +120,53 @@ def test_a_taken_port_is_named_by_a_flag_also_without_a_router(
     assert main(["up", "--no-router", "--port", str(taken_port)]) == 1
     error = capsys.readouterr().err
     assert f"cannot listen on 127.0.0.1:{taken_port}" in error and "choose another with --http-port" in error
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has abstract Unix sockets")
+def test_a_port_that_another_up_has_claimed_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    first = first_of_free_ports()
+    ports = [f"--{name}={first + at}" for at, name in enumerate(("tokenizer-port", "http-port", "port", "worker-port"))]
+    claim = f"\0sapwood-up-127.0.0.1-{first + 1}"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(claim)
+        assert main(["up", "nothere/nothing", *ports]) == 1
+    assert capsys.readouterr().err == (
+        f"sapwood: cannot listen on 127.0.0.1:{first + 1}: another `sapwood up` has taken it; "
+        "choose another with --http-port, or free ones with --ports auto\n"
+    )
+    with socket.socket(socket.AF_UNIX) as next_one:
+        next_one.bind(claim)  # a claim ends with its process, or with the command
+
+
+def first_of_free_ports() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has abstract Unix sockets")
+def test_of_clusters_that_start_at_once_one_gets_all_ports() -> None:
+    first = first_of_free_ports()
+    names = ("port", "http-port", "tokenizer-port", "worker-port", "worker-metrics-port", "tokenizer-metrics-port")
+    flags = [[f"--{name}={first + (at + turn) % len(names)}" for at, name in enumerate(names)] for turn in range(6)]
+    clusters = [read("--workers", "1", *each) for each in flags]
+    for _ in range(20):
+        start, tried, got = threading.Barrier(len(clusters)), threading.Barrier(len(clusters)), []
+
+        def claim(services: Services, start=start, tried=tried, got=got) -> None:
+            start.wait()
+            with contextlib.suppress(CliError), claimed_ports(services):
+                got.append(services)
+                tried.wait()
+                return
+            tried.wait()
+
+        threads = [threading.Thread(target=claim, args=(services,)) for services in clusters]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got) == 1
 
 
 def test_an_address_that_is_not_this_machines_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from ctypes.util import find_library
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 from sapwood.cli.errors import REFUSED, CliError
 from sapwood.cli.services import Services
@@ -26,26 +30,64 @@ _CUDA = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}
 
 
-def check_ports(services: Services) -> None:
-    """Finds what cannot be listened on before anything is started, so that the message can name its flag.
+class _Wanted(NamedTuple):
+    port: int
+    host: str
+    flag: str
+    host_flag: str
 
-    Raises:
-        CliError: A port is taken or meant twice, or an address is not this machine's.
-    """
-    wanted = [
-        (
+
+def _wanted_ports(services: Services) -> list[_Wanted]:
+    """All TCP ports that the services are to listen on, and the flags that choose them; 0 is a free one."""
+    return [
+        _Wanted(
+            port,
+            service.host_of(name),
             _PORT_FLAGS.get((service.name, name), f"--{service.name}-{name.replace('_', '-')}"),
             "--host" if service is services.router else f"--{service.name}-host",
-            service.host_of(name),
-            port,
         )
         for service, count in ((services.router, 1), (services.tokenizer, 1), (services.worker, services.workers))
         for index in range(count)
         for name, port in service.ports(index).items()
         if not is_unix(service.host_of(name))
     ]
+
+
+@contextmanager
+def claimed_ports(services: Services) -> Iterator[None]:
+    """Checks the ports, and keeps every other `sapwood up` of this machine from them, which would find them free until they are
+    listened on.
+
+    A claim is a bound abstract Unix socket, which ends with the process; only Linux has those.
+
+    Raises:
+        CliError: As :func:`check_ports`; or another `sapwood up` has claimed one.
+    """
+    check_ports(services)
+    with ExitStack() as claims:
+        # In one order, so that of several processes one gets all that it asks for.
+        for port, host, flag, _ in sorted(_wanted_ports(services)):
+            if not port or not sys.platform.startswith("linux"):
+                continue
+            claim = claims.enter_context(socket.socket(socket.AF_UNIX))
+            try:
+                claim.bind(f"\0sapwood-up-{host}-{port}")
+            except OSError:
+                raise CliError(
+                    f"cannot listen on {host}:{port}: another `sapwood up` has taken it; choose another with {flag}, "
+                    "or free ones with --ports auto"
+                ) from None
+        yield
+
+
+def check_ports(services: Services) -> None:
+    """Finds what cannot be listened on before anything is started, so that the message can name its flag.
+
+    Raises:
+        CliError: A port is taken or meant twice, or an address is not this machine's.
+    """
     seen: dict[int, str] = {}
-    for flag, host_flag, host, port in wanted:
+    for port, host, flag, host_flag in _wanted_ports(services):
         if port > 65535:
             raise CliError(f"{flag}: the ports of {services.workers} workers exceed 65535", REFUSED)
         if port and port in seen:

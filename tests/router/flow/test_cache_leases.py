@@ -11,6 +11,7 @@ import pytest
 
 from sapwood_common.tenants.api_keys import hash_key, make_key
 from sapwood_router.flow.cache_leases import CacheLeases, LeaseLimits
+from sapwood_router.request.cache_hint import NO_HINT, CacheHint
 from sapwood_router.request.caller import Caller
 from sapwood_testing.router.worker_process import WorkerProcess
 
@@ -36,7 +37,7 @@ class Asked:
 
     def __init__(self, prompt: list[int], answer: list[int], **given: Any) -> None:
         self.token_ids, self.output_ids = prompt, answer
-        self.model, self.lora, self.worker, self.cached_tokens, self.keep_seconds = "m", "", "w", 0, 60.0
+        self.model, self.lora, self.worker, self.cached_tokens, self.hint = "m", "", "w", 0, CacheHint(60.0)
         self.caller = Caller(given.pop("tenant", ""), cache_salt=given.pop("salt", ""))
         for name, value in given.items():
             setattr(self, name, value)
@@ -66,6 +67,16 @@ async def test_of_a_conversation_the_latest_turn_is_kept_alone() -> None:
     assert each.kept() == [("other", [1, 2, 3, 9, 4, 5, 9, 6, 9]), ("w", [7, 8, 9])]
 
 
+async def test_a_conversation_that_is_over_is_let_go_and_others_are_not() -> None:
+    each = Kept()
+    await each.take([1, 2, 3])
+    await each.take([7, 8])
+    await each.take([1, 2, 3, 9, 4], hint=CacheHint(demote=True))
+    assert each.kept() == [("w", [7, 8, 9])]
+    await each.take([5, 6], hint=CacheHint(demote=True))
+    assert each.kept() == [("w", [7, 8, 9])] and each.leases.held("") == 3
+
+
 async def test_prompts_of_other_salts_adapters_and_tenants_are_kept_apart() -> None:
     each = Kept()
     await each.take([1, 2], salt="a")
@@ -90,7 +101,7 @@ async def test_what_is_worth_least_goes_first() -> None:
 
 async def test_a_time_is_cut_to_the_longest_and_ends() -> None:
     each = Kept(tokens=20, seconds=30.0)
-    await each.take([1, 2, 3], keep_seconds=86400.0)
+    await each.take([1, 2, 3], hint=CacheHint(86400.0))
     assert [seconds for _, seconds in each.pinned.pins.values()] == [30.0]
     each.now = 31.0
     assert each.leases.held("") == 0
@@ -101,7 +112,7 @@ async def test_a_time_is_cut_to_the_longest_and_ends() -> None:
 def test_whole_pages_that_were_not_cached_count_as_written() -> None:
     each = Kept(tokens=100)
     assert each.leases.writes(Asked([1] * 11, [], cached_tokens=4)) == 4
-    assert each.leases.writes(Asked([1] * 11, [], cached_tokens=4, keep_seconds=0)) == 0
+    assert each.leases.writes(Asked([1] * 11, [], cached_tokens=4, hint=NO_HINT)) == 0
     assert each.leases.writes(Asked([1] * 101, [])) == 0
 
 

@@ -78,12 +78,12 @@ class CacheLeases:
     def writes(self, context: RequestContext) -> int:
         """How many tokens of a prompt, beyond those that were cached, its lease would keep: whole pages. 0 if there is none."""
         page = self._page_size(context.worker)
-        if not context.keep_seconds or not page or len(context.token_ids) > self._limits.tokens:
+        if not context.hint.keep_seconds or not page or len(context.token_ids) > self._limits.tokens:
             return 0
         return max(0, len(context.token_ids) // page * page - context.cached_tokens)
 
     def take(self, context: RequestContext) -> None:
-        """A request that asked for it was answered: keeps what it has cached."""
+        """A request that asked for it was answered: keeps what it has cached, or lets go of what its conversation has."""
         if not self._page_size(context.worker):
             return
         tokens = array("I", context.token_ids)
@@ -99,6 +99,11 @@ class CacheLeases:
         )
         if before is not None:
             own.remove(before)
+        if context.hint.demote:
+            self._keep(tenant, own)
+            if before is not None:
+                self._spawn(self._unpin(before))
+            return
         gone: list[_Lease] = []
         held = sum(len(each.tokens) for each in own)
         while own and held + len(tokens) > self._limits.tokens:
@@ -112,12 +117,15 @@ class CacheLeases:
         if fits:
             goes_on = before is not None and before.worker == context.worker
             name = before.name if before is not None and goes_on else f"lease-{secrets.token_hex(16)}"
-            seconds = min(context.keep_seconds, self._limits.seconds)
+            seconds = min(context.hint.keep_seconds, self._limits.seconds)
             made = _Lease(name, kind, tokens, prompt, context.worker, now + seconds, now)
             own.append(made)
             self._spawn(self._pin(made, seconds))
         for each in gone:
             self._spawn(self._unpin(each))
+        self._keep(tenant, own)
+
+    def _keep(self, tenant: str, own: list[_Lease]) -> None:
         if own:
             self._tenants[tenant] = own
         else:

@@ -56,12 +56,13 @@ from sapwood_router.request.context import (
     FinishReason,
     RequestContext,
     SessionTurn,
+    ToolChoice,
     Usage,
     unique_id,
 )
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.objective import HELD, PREEMPTED, SHED, ShedError
-from sapwood_router.request.output import OutputChunk, OutputStream, TokenStream
+from sapwood_router.request.output import Output, OutputChunk, OutputStream, TokenStream
 from sapwood_router.request.tokens import MANY, pieces
 from sapwood_router.request.validation import check_together, extent
 from sapwood_router.routing.policies.base import Choice, PromptPages
@@ -353,6 +354,9 @@ class Generation(Attempts):
         if self._index:
             await pipeline.starts.wait(Rank(context.caller.priority, context.caller.tenant))
         settle_model(context, pipeline.registry)
+        if context.hint.prefetch:  # nothing is answered: a token is made so that all of the prompt is computed
+            context.sampling = replace(context.sampling, max_tokens=1, min_tokens=0)
+            context.grammar, context.tool_choice = None, ToolChoice()
         self._place = self._reserve()
         with self._watch.stage("prepare"):
             if extent(context.prompt) >= _LONG:
@@ -682,10 +686,10 @@ class Generation(Attempts):
                     return
                 delta = self._respond(stream.take())
                 finish = delta.finish
-                if finish is not None and context.session is not None:
+                if finish is not None and context.session is not None and not context.hint.prefetch:
                     self._commit(context.session, finish.usage)  # before the client can ask again
                 client.take(delta)
-                if finish is not None and context.keep_seconds:
+                if finish is not None and (context.hint.keep_seconds or context.hint.demote):
                     self._pipeline.leases.take(context)
                 if finish is not None:
                     # Metrics and shares are counted after the delta is on its way to the client.
@@ -698,7 +702,7 @@ class Generation(Attempts):
         started, context = time.perf_counter(), self.context
         if context.first_token is None:
             context.first_token = started
-        if context.keep_seconds and not context.written_tokens:
+        if context.hint.keep_seconds and not context.written_tokens:
             context.written_tokens = self._pipeline.leases.writes(context)
         if not context.parallel_tool_calls:
             chunk.output.tool_calls = [call for call in chunk.output.tool_calls if call.index == 0]
@@ -711,6 +715,11 @@ class Generation(Attempts):
         token_ids = context.output_ids[start:end].tolist()
         logprobs = context.logprobs[start:end] if context.logprobs else ()
         text_tokens = (chunk.tokens if chunk.tokens < end else end) - start
+        if context.hint.prefetch:
+            chunk.output, token_ids, logprobs, text_tokens = Output(), [], (), 0
+            if finish is not None:
+                context.usage = replace(finish.usage, completion_tokens=0, reasoning_tokens=0)
+                finish = Finish(FinishReason.LENGTH, context.usage)
         self._sent_tokens += len(token_ids)
         self._watch.delta(started, len(token_ids), chunk.output)
         return Delta(chunk.output, token_ids, finish, logprobs, text_tokens, self._index)

@@ -21,6 +21,7 @@ from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.grammar.source import GrammarKind
 from sapwood_common.random_bytes import random_bytes
 from sapwood_common.telemetry.logs import is_valid_request_id, new_request_id
+from sapwood_router.request.cache_hint import NO_HINT, CacheHint
 from sapwood_router.request.caller import NOBODY, Caller
 from sapwood_router.request.output import Output, OutputOptions
 from sapwood_router.request.tokens import TokenIds
@@ -366,7 +367,7 @@ class RequestContext(msgspec.Struct):
         named: What the client called the adapter; empty: there is none.
         lora_digest: The digest of its weights at the first worker, as far as it is known.
         session: The session that it continues; None: none.
-        keep_seconds: How long the client asks to keep the prompt cached; 0: it does not.
+        hint: What is to become of the prompt in the cache.
         heals: Whether the prompt's last tokens are taken back where a longer token could begin with their text.
         healed: What the answer begins with that the client is not sent (prepare, respond).
         notice: A notice for the client in addition to its answer; empty: none (prepare).
@@ -416,7 +417,7 @@ class RequestContext(msgspec.Struct):
     lora_digest: bytes = b""
     session: SessionTurn | None = None
     notice: str = ""
-    keep_seconds: float = 0.0
+    hint: CacheHint = NO_HINT
     heals: bool = False
     healed: str = ""
     compiled_grammar: bytes = b""

@@ -31,6 +31,7 @@ from sapwood_router.edges.http.sse import event
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.sending import send_events, send_whole, with_resumptions
 from sapwood_router.flow.generation import Pipeline
+from sapwood_router.request.cache_hint import cache_hint_of
 from sapwood_router.request.context import (
     AnswerGrammar,
     Delta,
@@ -80,7 +81,8 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
     context = await exchange.in_turns(
         _context(request, given, exchange.request_id, deadline, pipeline.seeds, exchange.left_out)
     )
-    context.caller, context.keep_seconds = exchange.caller(request, _sessions(request)), _keep_seconds(request)
+    context.caller = exchange.caller(request, _sessions(request))
+    context.hint = cache_hint_of(request.cache_hint, {}, _keep_seconds(request))
     make = partial(_message, context)
     if not stream:
         await send_whole(exchange, context, pipeline, lambda output, finish: make(finish, _blocks(output)))
@@ -178,7 +180,7 @@ def _message(context: RequestContext, finish: Finish | None, content: list[dict[
         content=content,
         stop_reason=None if finish is None else _stop_reason(finish, called),
         stop_sequence=None if finish is None else finish.stop_match,
-        usage=_usage(counted, context.keep_seconds),
+        usage=_usage(counted, context.hint.keep_seconds),
     )
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from sapwood_router.request.cache_hint import CacheHint
+
 SIGNATURE = "unsigned"
 """The signature of thinking: no server checks it, but some clients send thinking back only if it is signed."""
 Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -123,6 +125,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
     metadata: Metadata | None = None
     thread: Any = None  # refused in words that clients know
+    cache_hint: CacheHint | None = None  # ours
 
 
 class CacheCreation(msgspec.Struct):

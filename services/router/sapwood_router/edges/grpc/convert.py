@@ -13,6 +13,7 @@ from sapwood_net.pacing.steps import Steps
 from sapwood_router.edges.worker_names import WorkerNames
 from sapwood_router.flow.score import Branch, ScoreRequest, Scores
 from sapwood_router.flow.sessions import Session
+from sapwood_router.request.cache_hint import NO_HINT, CacheHint
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import (
     AnswerGrammar,
@@ -354,3 +355,17 @@ def to_session(session: Session, workers: WorkerNames) -> router_pb2.SessionStat
         ttl_seconds=session.ttl,
         expires_in_seconds=max(0.0, session.expires - asyncio.get_running_loop().time()),
     )
+
+
+def cache_hint_of(request: router_pb2.RouterGenerateRequest) -> CacheHint:
+    """What is to become of the prompt in the cache.
+
+    Raises:
+        InvalidArgumentError: It makes no sense.
+    """
+    if not request.HasField("cache_hint"):
+        return NO_HINT
+    given = request.cache_hint
+    hint = CacheHint(given.keep_seconds, given.demote, given.prefetch)
+    hint.check()
+    return hint

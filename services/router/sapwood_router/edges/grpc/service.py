@@ -18,6 +18,7 @@ from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, reques
 from sapwood_net.pacing.heavy_work import A_FEW
 from sapwood_net.pacing.steps import all_at_once, in_turns
 from sapwood_router.edges.grpc.convert import (
+    cache_hint_of,
     classify_request_of,
     embed_request_of,
     grammar_of,
@@ -207,6 +208,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             await in_turns(steps, self._pipeline.heavy.stint(caller.tenant)) if many else all_at_once(steps)
         )
         sampling, count = from_message(request.sampling, seeds=seeds)
+        hint = cache_hint_of(request)
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)
         )
@@ -233,6 +235,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 heals=request.token_healing,
                 bad_words=tuple(word.lstrip() for word in request.bad_words),
                 caller=caller,
+                hint=hint,
                 grammar=grammar_of(request),
                 tool_choice=tool_choice_of(request),
                 parallel_tool_calls=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,

@@ -18,7 +18,6 @@ from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, finish_reason, send_answer, usage_object
-from sapwood_router.edges.openai.caching import keep_seconds_of
 from sapwood_router.edges.openai.logprobs import ChatWriter
 from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, CHAT_SPARED
 from sapwood_router.edges.openai.parameters import (
@@ -48,6 +47,7 @@ from sapwood_router.edges.openai.types import (
 )
 from sapwood_router.flow.generation import Pipeline
 from sapwood_router.request.arguments import arguments_text
+from sapwood_router.request.cache_hint import cache_hint_of
 from sapwood_router.request.context import (
     BETWEEN_PARTS,
     ChatPrompt,
@@ -94,9 +94,9 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     contexts = await exchange.in_turns(
         contexts_of(request, given, exchange.request_id, deadline, left_out, pipeline.seeds)
     )
-    caller, keep_seconds = exchange.caller(request, given), keep_seconds_of(given)
+    caller, hint = exchange.caller(request, given), cache_hint_of(request.cache_hint, given)
     for context in contexts:
-        context.caller, context.keep_seconds = caller, keep_seconds
+        context.caller, context.hint = caller, hint
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
     writer = partial(ChatWriter, token_name(request)) if request.logprobs else None
     tells_prompt = contexts[0].sampling.prompt_logprobs is not None

@@ -16,7 +16,6 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, send_answer, usage_object
-from sapwood_router.edges.openai.caching import keep_seconds_of
 from sapwood_router.edges.openai.logprobs import CompletionWriter
 from sapwood_router.edges.openai.other_parameters import COMPLETION_NEUTRAL
 from sapwood_router.edges.openai.parameters import (
@@ -37,6 +36,7 @@ from sapwood_router.edges.openai.types import (
     stop_reason,
 )
 from sapwood_router.flow.generation import Pipeline
+from sapwood_router.request.cache_hint import cache_hint_of
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt, unique_id
 from sapwood_router.request.tokens import are_tokens
@@ -164,7 +164,7 @@ async def _contexts(
             f"at most {MAX_CHOICES} choices a request", field="prompt" if len(named) > 1 else "n"
         )
     bad_words = tuple(word.lstrip() for word in request.bad_words or ())
-    keep_seconds = keep_seconds_of(given)
+    hint = cache_hint_of(request.cache_hint, given)
     contexts: list[RequestContext] = []
     for (name, prompt), each in product(named, settings):
         if len(contexts) % A_FEW == A_FEW - 1:
@@ -179,7 +179,7 @@ async def _contexts(
                 fields=_fields(name, grammar_field),
                 deadline=deadline,
                 caller=caller,
-                keep_seconds=keep_seconds,
+                hint=hint,
                 model=request.model,
                 lora=request.lora_path or "",
                 truncation=truncation_of(request),

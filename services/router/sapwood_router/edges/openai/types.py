@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sapwood_router.edges.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from sapwood_router.request.cache_hint import CacheHint
 from sapwood_router.request.context import Finish
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -38,6 +39,7 @@ class GenerationRequest(AnyRequest, kw_only=True):
     n: int | None = None
     stop: str | list[str] | None = None
     bad_words: list[str] | None = None  # an extension, named as in vLLM
+    cache_hint: CacheHint | None = None  # ours
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from sapwood_router.edges.http.left_out import LeftOut
 from sapwood_router.edges.http.listing import listing
 from sapwood_router.edges.http.metadata import checked_metadata
 from sapwood_router.edges.http1.errors import HttpError
-from sapwood_router.edges.openai.caching import keep_seconds_of
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL, STREAM_SPARED
 from sapwood_router.edges.openai.parameters import (
     TEXT_SAMPLING,
@@ -54,6 +53,7 @@ from sapwood_router.edges.sending import send_events, send_whole, told_headers
 from sapwood_router.edges.telling import Telling
 from sapwood_router.flow.generation import Pipeline
 from sapwood_router.flow.prepare import settle_model
+from sapwood_router.request.cache_hint import FIELD, CacheHint, cache_hint_of
 from sapwood_router.request.context import (
     AnswerGrammar,
     ChatPrompt,
@@ -143,7 +143,7 @@ class ResponsesApi:
             request, given, conversation, exchange.request_id, deadline, pipeline.seeds, exchange.left_out
         )
         context.deadline = deadline if stream or request.background else exchange.sooner(deadline)
-        context.caller, context.keep_seconds = exchange.caller(request, given), keep_seconds_of(given)
+        context.caller, context.hint = exchange.caller(request, given), _hint(request, given)
         logprobs = None
         if context.sampling.logprobs is not None:
             tokenizer, stint = pipeline.tokenizers.of(request.model).client, pipeline.heavy.stint(tenant)
@@ -259,7 +259,7 @@ class ResponsesApi:
             choice = plain_choice(request.tool_choice) if first or request.tool_choice == "none" else None
             each = msgspec.structs.replace(request, tools=tools or None, tool_choice=choice if tools else None)
             made = _context(each, given, talk, exchange.request_id, deadline, pipeline.seeds, exchange.left_out)
-            made.caller, made.keep_seconds, made.whole = caller, keep_seconds_of(given), True
+            made.caller, made.hint, made.whole = caller, _hint(request, given), True
             return made
 
         context = make((), False)
@@ -694,3 +694,10 @@ def _template_variables(request: ResponsesRequest) -> str:
     variables |= thinking_variables(request)
     variables |= request.chat_template_kwargs or {}
     return msgspec.json.encode(variables).decode() if variables else ""
+
+
+def _hint(request: ResponsesRequest, given: Mapping[str, Any]) -> CacheHint:
+    hint = cache_hint_of(request.cache_hint, given)
+    if hint.prefetch:
+        raise InvalidArgumentError("cache_hint.prefetch is served for chats, completions and messages", field=FIELD)
+    return hint

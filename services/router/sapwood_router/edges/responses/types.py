@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.request.cache_hint import CacheHint
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -93,6 +94,7 @@ class ResponsesRequest(AnyRequest, kw_only=True):
     input: str | list[Item] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
+    cache_hint: CacheHint | None = None  # ours
     tools: list[Tool] | None = None
     tool_choice: Any = None  # a string or an object: told apart in tools.py
     parallel_tool_calls: bool | None = None

@@ -213,7 +213,9 @@ def _damaged(kind: str, new: dict[str, Tensor], folder: Path) -> list[worker_pb2
 async def test_damaged_updates_are_refused_by_name_and_the_old_weights_stay(
     stub: Any, weights: list[Path], answers: Answers, tmp_path: Path, kind: str, words: str
 ) -> None:
-    code, text = await refusal(stub.UpdateWeights(iter(_damaged(kind, other_weights(weights[0], 1), tmp_path))))
+    text = "Internal error from Core"
+    while text == "Internal error from Core":  # grpcio's client, where the call ends while it still writes
+        code, text = await refusal(stub.UpdateWeights(iter(_damaged(kind, other_weights(weights[0], 1), tmp_path))))
     assert code == grpc.StatusCode.INVALID_ARGUMENT and words in text, text
     assert (await said(stub, ask("a", PROMPTS[0])))[0] == [("start", answers(weights[0], PROMPTS[0]))]
     assert not shared_files()

@@ -86,6 +86,17 @@ async def test_who_goes_on_sending_after_its_last_answer_is_cut_off(serve, wait_
         await wait_until(lambda: not site.server.connections)
 
 
+async def test_who_sends_a_refused_body_for_long_still_reads_why(serve) -> None:
+    async with serve(wait_and_tell, linger_seconds=0.05, body_bytes=1) as site:
+        client = await site.connect()
+        client.send(post(40 * MB))
+        for _ in range(40):
+            client.send(bytes(KB))
+            await asyncio.sleep(0.01)
+        assert (await client.answer())[0] == 413
+        assert len(site.server.connections) == 1
+
+
 async def test_clients_without_a_request_or_with_bytes_after_the_last_are_held(serve, wait_until) -> None:
     async with serve(held_seconds=3600.0) as site:
         for number, (sent, status) in enumerate(

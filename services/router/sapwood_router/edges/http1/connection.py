@@ -394,12 +394,14 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _wait_for_leave(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         seconds = self._limits.flush_seconds if unsent else self._limits.linger_seconds
-        self._timer.start(seconds, self._leave, unsent)
+        self._timer.start(seconds, self._leave, unsent, self._lingering)
 
-    def _leave(self, before: int) -> None:
-        """Closes, unless the client has read some of the ``before`` bytes that were unsent, and there are more."""
-        unsent = self.transport.get_write_buffer_size()
-        if 0 < unsent < before:
-            self._timer.start(self._limits.flush_seconds, self._leave, unsent)
+    def _leave(self, unsent: int, lingering: int) -> None:
+        """Closes, unless the client has read some of the bytes that were unsent and there are more, or still sends a refused body
+        at a good rate. ``unsent`` and ``lingering`` are what they were at the last look."""
+        reads = 0 < self.transport.get_write_buffer_size() < unsent
+        sends = lingering - self._lingering >= self._limits.body_bytes
+        if reads or sends:
+            self._wait_for_leave()
         else:
             self.abort()

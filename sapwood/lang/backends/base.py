@@ -9,7 +9,7 @@ import asyncio
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -145,26 +145,31 @@ class Position:
 
 
 class Loop:
-    """An event loop in a thread, for programs that are run by blocking calls. Starts on first use, ends with the process."""
+    """An event loop in a thread, for programs that are run by blocking calls. It starts on first use, and ends when it is closed
+    or nobody refers to it any more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: weakref.finalize[[Callable[[], None]], Loop] | None = None
 
     def get(self) -> asyncio.AbstractEventLoop:
         """The loop."""
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="sapwood.lang", daemon=True).start()
+                runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+                self._loop = loop = runner.get_loop()
+                self._end = weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
+                self._end.atexit = False
+                threading.Thread(target=_run_until_stopped, args=(runner,), name="sapwood.lang", daemon=True).start()
             return self._loop
 
     def close(self) -> None:
-        """Ends the thread; what runs there ends unfinished."""
+        """Ends the thread; what runs there is cancelled."""
         with self._lock:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._loop = None
+            if self._end is not None:
+                self._end()
+            self._loop = self._end = None
 
     def wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Runs ``work`` there and waits; an interrupt cancels it."""
@@ -174,6 +179,11 @@ class Loop:
         except BaseException:
             future.cancel()
             raise
+
+
+def _run_until_stopped(runner: asyncio.Runner) -> None:
+    with runner:
+        runner.get_loop().run_forever()
 
 
 class PerLoop(Generic[ConnectionT]):

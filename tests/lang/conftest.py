@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 
 import pytest
@@ -53,7 +53,8 @@ class Computed(Backend):
         self.most_running = max(self.most_running, self.running)
         try:
             if self.on_ask is not None:
-                self.on_ask(len(self.asked))
+                if isinstance(waits := self.on_ask(len(self.asked)), Awaitable):
+                    await waits
             for _ in range(len(prompt.text) % 4):  # answers overtake each other
                 await asyncio.sleep(0)
         finally:

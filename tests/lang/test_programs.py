@@ -532,7 +532,7 @@ def test_a_stream_gives_the_text_and_each_variable_in_pieces(backend: Any, oracl
         s += "a" + sl.gen("x") + "b"
 
     read = threading.Event()
-    backend.on_ask = lambda _: read.wait(30)  # the model answers once the reader has the text before
+    backend.on_ask = lambda _: asyncio.to_thread(read.wait, 30)  # the model answers once the reader has the text before
     pieces = []
     for piece in program.run(backend=backend, stream=True).text_iter():
         pieces.append(piece)

@@ -52,9 +52,9 @@ class Computed(Backend):
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            if self.on_ask is not None:
-                if isinstance(waits := self.on_ask(len(self.asked)), Awaitable):
-                    await waits
+            waits = None if self.on_ask is None else self.on_ask(len(self.asked))
+            if isinstance(waits, Awaitable):
+                await waits
             for _ in range(len(prompt.text) % 4):  # answers overtake each other
                 await asyncio.sleep(0)
         finally:

@@ -26,8 +26,8 @@ class ConnectionLimits:
         head_seconds: From a head's first byte to its last.
         body_seconds: In each such time ``body_bytes`` of a body that is waited for must come, or the rest of it.
         body_bytes: See there.
-        linger_seconds: After a last answer, for the client to read it and leave. A client that still sends ``body_bytes`` in it, of a
-            body that was refused, has as long again.
+        linger_seconds: After a last answer, for the client to read it and leave. Who still sends ``body_bytes`` of a refused body
+            in that time has as long again.
         flush_seconds: A client that reads nothing for this long loses the data sent to it.
         held_seconds: For which the connection of a client that broke a rule is held (:class:`Tarpit`).
     """

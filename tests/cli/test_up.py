@@ -126,21 +126,26 @@ def test_a_taken_port_is_named_by_a_flag_also_without_a_router(
 def test_a_port_that_another_up_has_claimed_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
     first = first_of_free_ports()
     ports = [f"--{name}={first + at}" for at, name in enumerate(("tokenizer-port", "http-port", "port", "worker-port"))]
-    claim = f"\0sapwood-up-127.0.0.1-{first + 1}"
+    claim = f"\0sapwood-up-{OWN_HOST}-{first + 1}"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(claim)
-        assert main(["up", "nothere/nothing", *ports]) == 1
+        assert main(["up", "nothere/nothing", *AT_OWN_HOST, *ports]) == 1
     assert capsys.readouterr().err == (
-        f"sapwood: cannot listen on 127.0.0.1:{first + 1}: another `sapwood up` has taken it; "
+        f"sapwood: cannot listen on {OWN_HOST}:{first + 1}: another `sapwood up` has taken it; "
         "choose another with --http-port, or free ones with --ports auto\n"
     )
     with socket.socket(socket.AF_UNIX) as next_one:
         next_one.bind(claim)  # a claim ends with its process, or with the command
 
 
+OWN_HOST = "127.61.7.31"
+"""An address of this machine at which nothing else listens."""
+AT_OWN_HOST = [f"--{name}={OWN_HOST}" for name in ("host", "tokenizer-host", "worker-host")]
+
+
 def first_of_free_ports() -> int:
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
+        held.bind((OWN_HOST, 0))
         return int(held.getsockname()[1])
 
 
@@ -149,7 +154,7 @@ def test_of_clusters_that_start_at_once_one_gets_all_ports() -> None:
     first = first_of_free_ports()
     names = ("port", "http-port", "tokenizer-port", "worker-port", "worker-metrics-port", "tokenizer-metrics-port")
     flags = [[f"--{name}={first + (at + turn) % len(names)}" for at, name in enumerate(names)] for turn in range(6)]
-    clusters = [read("--workers", "1", *each) for each in flags]
+    clusters = [read("--workers", "1", *AT_OWN_HOST, *each) for each in flags]
     for _ in range(20):
         start, tried, got = threading.Barrier(len(clusters)), threading.Barrier(len(clusters)), []
 

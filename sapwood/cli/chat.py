@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ _COMMANDS = """/system TEXT  what the model reads first; the conversation begins
 /exit         leaves, as does Ctrl-D
 \"""           begins a text of several lines, which another \""" ends
 Ctrl-C        stops an answer"""
+_ALIASES = {"/quit": "/exit", "/bye": "/exit", "/clear": "/reset", "/?": "/help"}
+"""Other programs' names of commands."""
 _QUOTES = '"""'
 
 
@@ -84,7 +87,7 @@ def run(arguments: argparse.Namespace, question: str = "") -> int:
             try:
                 line = _read("> ")
             except KeyboardInterrupt:
-                print()
+                print("\n/exit or Ctrl-D leaves")
                 continue
             except EOFError:
                 print()
@@ -115,6 +118,7 @@ class Conversation:
         self._messages: list[dict[str, Any]] = list(self._start)
         self._unanswered: tuple[ToolCall, ...] = ()
         self._attached: list[str] = []
+        self._saved: set[Path] = set()
 
     def begin_with(self, system: str) -> None:
         """Forgets all turns, and sends this before the first one."""
@@ -126,26 +130,35 @@ class Conversation:
         from sapwood_common.models.model_files import local_path
 
         try:
-            self._attached.append(local_path(path).read_text(encoding="utf-8"))
+            text = local_path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise CliError(f"/file: cannot read {path}: {error.strerror}", REFUSED) from None
         except UnicodeDecodeError:
             raise CliError(f"/file: {path} is no text", REFUSED) from None
+        self._attached.append(text)
+        _note(f"{len(text)} characters go before the next question")
 
     def save(self, path: str) -> None:
-        """Writes all turns. Raises CliError."""
+        """Writes all turns, to a new file or to one that this conversation was saved in. Raises CliError."""
         from sapwood_common.models.model_files import local_path
 
+        file = local_path(path)
         try:
-            local_path(path).write_text(json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n")
+            with file.open("w" if file in self._saved else "x") as opened:
+                opened.write(json.dumps(self._messages, ensure_ascii=False, indent=1) + "\n")
+        except FileExistsError:
+            raise CliError(f"/save: {path} is there already; name another file", REFUSED) from None
         except OSError as error:
             raise CliError(f"/save: cannot write {path}: {error.strerror}", REFUSED) from None
+        self._saved.add(file)
+        _note(f"{len(self._messages)} messages saved")
 
     def reset(self) -> None:
         """Forgets all turns."""
         self._messages = list(self._start)
         self._unanswered = ()
         self._attached = []
+        _note("a new conversation begins")
 
     def ask(self, question: str) -> None:
         """Streams the answer to standard output; Ctrl-C stops it. Raises CliError.
@@ -216,25 +229,34 @@ def show(delta: Delta) -> None:
         print(printable(f"\n[{part.name}] " * bool(part.name) + part.arguments), end="", flush=True)
 
 
+def _note(text: str) -> None:
+    """Says on a terminal what was done."""
+    if sys.stdout.isatty():
+        print(text)
+
+
 def _turn(conversation: Conversation, line: str) -> bool:
     """Takes one line; returns whether to continue."""
-    if line in ("/exit", "/quit"):
-        return False
     command, _, rest = line.partition(" ")
-    commands: dict[str, Callable[[str], None]] = {
+    command, rest = _ALIASES.get(command, command), rest.strip()
+    with_words: dict[str, Callable[[str], None]] = {
         "/system": conversation.begin_with,
         "/file": conversation.attach,
         "/save": conversation.save,
     }
-    if line == "/reset":
-        conversation.reset()
-    elif line == "/help":
-        print(_COMMANDS)
-    elif command in commands:
-        if not rest.strip() and command != "/system":
+    if command in with_words:
+        if not rest and command != "/system":
             raise CliError(f"{command} takes a path: {command} PATH", REFUSED)
-        commands[command](rest.strip())
-    elif re.fullmatch(r"/[a-z]+", line):
+        with_words[command](rest)
+    elif command in ("/exit", "/reset", "/help"):
+        if rest:
+            raise CliError(f"{command} takes nothing after it", REFUSED)
+        if command == "/reset":
+            conversation.reset()
+        elif command == "/help":
+            print(_COMMANDS)
+        return command != "/exit"
+    elif re.fullmatch(r"/[A-Za-z?]+", line) or get_close_matches(command, (*with_words, "/exit", "/reset", "/help"), 1):
         raise CliError(f"there is no command {command}; /help lists them", REFUSED)
     elif line:
         conversation.ask(line)

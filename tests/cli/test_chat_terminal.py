@@ -106,16 +106,20 @@ def test_system_prompts_files_and_texts_of_several_lines(terminal: Terminal, rou
     (tmp_path / "notes.txt").write_text("a note")
     terminal.see("> ")
     terminal.type("/system Be short.\n")
+    terminal.see("a new conversation begins")
     terminal.see("> ")
     terminal.type(f"/file {tmp_path}/notes.txt\n")
+    terminal.see("6 characters go before the next question")
     terminal.see("> ")
     terminal.type('"""one\n')
     terminal.see(". ")
     terminal.type('two"""\n')
     terminal.see("Hello, world")
     terminal.see("> ")
-    terminal.type(f"/save {tmp_path}/talk.json\n")
-    terminal.see("> ")
+    for _ in range(2):  # its own file it may replace
+        terminal.type(f"/save {tmp_path}/talk.json\n")
+        terminal.see("3 messages saved")
+        terminal.see("> ")
     asked = [(turn.role, turn.content) for turn in router.requests[0].messages.messages]
     assert asked == [("system", "Be short."), ("user", "a note\n\none\ntwo")]
     saved = [(turn["role"], turn["content"]) for turn in json.loads((tmp_path / "talk.json").read_text())]
@@ -127,15 +131,38 @@ def test_system_prompts_files_and_texts_of_several_lines(terminal: Terminal, rou
     [
         ("/file /nowhere", "/file: cannot read /nowhere: No such file or directory"),
         ("/save", "/save takes a path"),
+        ("/save {}", "is there already; name another file"),
         ("/hlep", "there is no command /hlep; /help lists them"),
+        ("/flie notes.txt", "there is no command /flie; /help lists them"),
+        ("/HELP", "there is no command /HELP; /help lists them"),
+        ("/reset all", "/reset takes nothing after it"),
+        ("/clear", "a new conversation begins"),
+        ("/?", "/save PATH    writes the conversation"),
+        ("\x03", "/exit or Ctrl-D leaves"),
         ("/help", "/save PATH    writes the conversation"),
     ],
 )
 def test_a_command_that_cannot_be_done_says_why_and_asks_nothing(
-    terminal: Terminal, router: Any, typed: str, shown: str
+    terminal: Terminal, router: Any, typed: str, shown: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "mine").write_text("mine")
     terminal.see("> ")
-    terminal.type(f"{typed}\n")
+    terminal.type(typed.format(tmp_path / "mine") + "\n" * (typed != "\x03"))
     terminal.see(shown)
     terminal.see("> ")
     assert router.requests == []
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_question_may_begin_with_a_path(terminal: Terminal, router: Any) -> None:
+    terminal.see("> ")
+    terminal.type("/etc/hosts: what is it for?\n")
+    terminal.see("Hello, world")
+    assert router.requests[0].messages.messages[0].content == "/etc/hosts: what is it for?"
+
+
+@pytest.mark.parametrize("word", ["/bye", "/quit"])
+def test_other_programs_words_for_leaving_are_understood(terminal: Terminal, word: str) -> None:
+    terminal.see("> ")
+    terminal.type(f"{word}\n")
+    assert terminal.process.wait(timeout=60) == 0

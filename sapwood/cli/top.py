@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import select
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -142,7 +143,9 @@ def run(arguments: argparse.Namespace, connect: Connect) -> int:
                 sys.stdout.write(_OTHER_SCREEN)
             status = router.GetStatus(router_pb2.GetStatusRequest(), timeout=_TIMEOUT)
             while not view.over:
-                lines = render(status, view) + (["", *_hints(view)] if live else [])
+                lines = render(status, view)
+                if live:
+                    lines = fit(lines, ["", *_hints(view)], shutil.get_terminal_size())
                 sys.stdout.write((_CLEAR if live else "") + "\n".join(lines) + "\n")
                 sys.stdout.flush()
                 if arguments.once:
@@ -159,6 +162,15 @@ def run(arguments: argparse.Namespace, connect: Connect) -> int:
             if live:
                 sys.stdout.write(_OWN_SCREEN)
                 sys.stdout.flush()
+
+
+def fit(lines: Sequence[str], hints: Sequence[str], size: os.terminal_size) -> list[str]:
+    """What a window has room for: the first lines and all hints, cut at its edge."""
+    room = max(size.lines - len(hints) - 1, 1)  # the cursor stands in a line of its own
+    if len(lines) > room:
+        hidden = len(lines) - room + 1
+        lines = [*lines[: room - 1], f"and {hidden} more, for which the window is too low"]
+    return [line[: size.columns] for line in (*lines, *hints)]
 
 
 def _hints(view: View) -> list[str]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import termios
 
-from sapwood.cli.top import View
+from sapwood.cli.top import View, fit
 
 ROWS = [("WORKER", "RUNNING", "PAGES"), ("b", "10", "9%"), ("a", "9", "-"), ("c", "2", "80%")]
 
@@ -66,3 +66,12 @@ raise SystemExit(top.run(argparse.Namespace(interval=3600.0, once=False), lambda
     assert termios.tcgetattr(its) == before
     os.close(ours)
     os.close(its)
+
+
+def test_what_is_shown_fits_into_the_window() -> None:
+    lines = ["head " * 20, "", *(f"worker {index}" for index in range(50))]
+    shown = fit(lines, ["", "hints"], os.terminal_size((40, 10)))
+    assert len(shown) == 9
+    assert max(map(len, shown)) == 40
+    assert shown[-4:] == ["worker 3", "and 46 more, for which the window is too", "", "hints"]
+    assert fit(lines[:7], ["", "hints"], os.terminal_size((200, 10))) == [*lines[:7], "", "hints"]

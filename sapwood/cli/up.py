@@ -273,7 +273,10 @@ def services_of(words: list[str]) -> Services:
 
 def run_config(arguments: argparse.Namespace) -> int:
     """Prints the cluster; returns the exit code, raises CliError."""
-    print(shown_services(_services(arguments), everything=arguments.all), end="")
+    if arguments.no_router:
+        _services(arguments, Path())  # refuses what has no meaning without a router
+        arguments.positional_model, arguments.workers = None, 1
+    print(shown_services(_services(arguments), everything=arguments.all, alone=arguments.no_router), end="")
     return 0
 
 

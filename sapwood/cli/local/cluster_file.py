@@ -133,28 +133,48 @@ def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def shown_services(services: Services, *, everything: bool) -> str:
+def shown_services(services: Services, *, everything: bool, alone: bool = False) -> str:
     """The cluster as such a file, credentials left out.
 
     Args:
         services: The services from flags, variables and file.
         everything: Whether to show what is as it is by default.
+        alone: Whether one worker is to run without a router.
     """
     import yaml
 
-    content: dict[str, Any] = {"workers": services.workers}
+    sections = {
+        service.name: _settings(service, everything)
+        for service in (services.router, services.tokenizer, services.worker)
+    }
+    content: dict[str, Any] = {}
+    if services.tokenizer.config.model == services.worker.config.model:
+        content["model"] = _shown(services.worker.config.model)
+        for service in (services.tokenizer, services.worker):
+            sections[service.name].pop("model", None)
+    if alone:  # the one port is chosen by a flag of `sapwood up`, not of a router
+        content |= {"no-router": True, "http-port": services.router.config.http_port}
+        sections["router"].pop("http-port", None)
+    else:
+        content["workers"] = services.workers
     if services.roles:
         content["roles"] = ",".join(services.roles)
-    for service in (services.router, services.tokenizer, services.worker):
-        content[service.name] = _settings(service, everything)
+    content |= {name: settings for name, settings in sections.items() if settings}
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def _settings(service: Service[Any], everything: bool) -> dict[str, Any]:
+    config = json.loads(service.config.model_dump_json(fallback=str))
+    changed = json.loads(service.config.model_dump_json(exclude_defaults=not everything, fallback=str))
+    # Flags are texts; a number or a switch is shown as one.
+    given = {
+        name: config[name] if isinstance(value, str) and isinstance(config.get(name), (int, float)) else value
+        for name, value in service.given.items()
+    }
+    return {name.replace("_", "-"): _shown(value) for name, value in (changed | given).items()}
+
+
+def _shown(value: Any) -> Any:
     from sapwood_common.telemetry.shown_text import without_credentials
 
-    given = json.loads(service.config.model_dump_json(exclude_defaults=not everything, fallback=str)) | service.given
-    return {
-        name.replace("_", "-"): without_credentials(value) if isinstance(value, str) else value
-        for name, value in given.items()
-    }
+    return without_credentials(value) if isinstance(value, str) else value

@@ -30,12 +30,31 @@ def test_flags_come_before_variables_and_variables_before_the_file(tmp_path: Pat
     path.write_text(FILE)
     done = config("-c", str(path), "--worker-page-size", "32", SAPWOOD_UP_WORKERS="2", SAPWOOD_WORKER_MAX_RUNNING="9")
     shown = yaml.safe_load(done.stdout)
-    assert (shown["workers"], shown["router"]["policy"]) == (2, "prefix_hash")
-    assert {name: str(shown["worker"][name]) for name in ("model", "max-running", "page-size")} == {
-        "model": "demo-base",
-        "max-running": "9",
-        "page-size": "32",
+    assert (shown["model"], shown["workers"], shown["router"]["policy"]) == ("demo-base", 2, "prefix_hash")
+    assert {name: shown["worker"][name] for name in ("max-running", "page-size")} == {"max-running": 9, "page-size": 32}
+
+
+def test_what_is_as_it_is_by_default_is_left_out_but_for_model_and_number() -> None:
+    assert yaml.safe_load(config("--threads", "1").stdout) == {
+        "model": "demo",
+        "workers": 2,
+        "worker": {"threads": 1},
     }
+
+
+def test_models_that_differ_stand_under_their_services() -> None:
+    shown = yaml.safe_load(config("--tokenizer-model", "demo-base", "--worker-max-running", "9").stdout)
+    assert "model" not in shown
+    assert (shown["tokenizer"], shown["worker"]["max-running"]) == ({"model": "demo-base"}, 9)
+
+
+def test_a_cluster_without_a_router_reads_back_as_one(tmp_path: Path) -> None:
+    first = config("some/model", "--no-router", "--http-port", "8123", "--threads", "1")
+    expected = {"model": "some/model", "no-router": True, "http-port": 8123, "worker": {"threads": 1}}
+    assert yaml.safe_load(first.stdout) == expected
+    (tmp_path / "cluster.yaml").write_text(first.stdout)
+    assert config("-c", str(tmp_path / "cluster.yaml")).stdout == first.stdout
+    assert "--workers 3: with --no-router" in config("--no-router", "--workers", "3").stderr
 
 
 def test_a_printed_configuration_reads_back_unchanged(tmp_path: Path) -> None:

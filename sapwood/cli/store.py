@@ -36,10 +36,11 @@ def configure(verbs: Any) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from sapwood_router.store.records import FILES, KEPT
+    from sapwood_router.store.records import FILES, KEPT, SESSIONS
 
     async def run(store: Store) -> None:
-        for group, what in ((KEPT, "responses and conversations"), (FILES, "files and batches")):
+        named = ((KEPT, "responses and conversations"), (FILES, "files and batches"), (SESSIONS, "sessions"))
+        for group, what in named:
             count, size = await store.total(arguments.tenant, group)
             print(f"{what}: {count}, {size} bytes")
 

@@ -173,11 +173,14 @@ class RouterApplication:
             asyncio.get_running_loop().time,
             random.Random(),
         )
+        retention = config.store.retention
+        self._store = open_store(config.store.url, config.http_port, retention)
         sessions = self._sessions = SessionStore(
             SessionLimits(config.max_sessions.count, config.max_sessions.tokens, config.max_sessions.ttl),
             WorkerPins(self._worker_dialer),
             router_metrics.session_grew,
             asyncio.get_running_loop().time,
+            self._store,
         )
         self._leases = CacheLeases(
             LeaseLimits(config.max_sessions.leases, config.max_sessions.lease_ttl),
@@ -268,8 +271,6 @@ class RouterApplication:
             local=listens_on_loopback(config.http_host or config.host),
         )
         shown = self.status if config.shows_status else None
-        retention = config.store.retention
-        self._store = open_store(config.store.url, config.http_port, retention)
         files, batches = FileStore(self._store, config.store.file_bytes), BatchStore(self._store)
         batches_wait = asyncio.Event()
         responses = ResponseStore(self._store, retention)

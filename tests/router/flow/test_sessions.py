@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -11,8 +12,17 @@ import pytest
 from sapwood.client import AsyncClient
 from sapwood.errors import from_rpc_error
 from sapwood.v1 import common_pb2, router_pb2
-from sapwood_common.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnimplementedError
+from sapwood_common.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnimplementedError,
+)
 from sapwood_router.flow.sessions import SessionLimits, SessionStore
+from sapwood_router.store.records import Retention, Store
+from sapwood_router.store.sql import SqlStore
+from sapwood_router.store.sqlite import MEMORY, SqliteDriver
 
 ANSWER = [ord("x") + 3, ord("y") + 3]
 
@@ -196,47 +206,222 @@ class Clock:
         return self.now
 
 
-def grow(store: SessionStore, session_id: str, tokens: int, tenant: str = "t") -> None:
-    turn = store.begin(tenant, session_id, None)
-    turn.commit(range(tokens), tokens - 1, 0, "m", "w", "")
+async def grow(store: SessionStore, session_id: str, tokens: int, tenant: str = "t") -> None:
+    turn = await store.begin(tenant, session_id, None)
+    await turn.commit(range(tokens), tokens - 1, 0, "m", "w", "")
+
+
+class Kept:
+    """Sessions in a store in memory; another router's are those of :meth:`beside`."""
+
+    def __init__(self, sessions: int = 9, tokens: int = 100, ttl: float = 60.0, store: Store | None = None) -> None:
+        self.clock, self.wall = Clock(), Clock()
+        self.limits = SessionLimits(sessions, tokens, ttl)
+        self.records = store or SqlStore(SqliteDriver(MEMORY), Retention(1, 1))
+        self.store = self.beside()
+
+    def beside(self) -> SessionStore:
+        return SessionStore(self.limits, NoPins(), lambda *_, **__: None, self.clock, self.records, self.wall)
 
 
 async def test_a_tenant_has_only_so_many_sessions_and_tokens():
-    store = SessionStore(SessionLimits(2, 100, 60.0), NoPins(), lambda *_, **__: None, Clock())
-    one = store.open("t").session_id
-    grow(store, one, 60)
+    each = Kept(sessions=2)
+    store = each.store
+    one = (await store.open("t")).session_id
+    await grow(store, one, 60)
     with pytest.raises(ResourceExhaustedError, match="60 tokens of at most 100"):
-        store.open("t", fork_of=one)
-    two = store.open("t").session_id
-    with pytest.raises(ResourceExhaustedError, match="2 sessions"):
-        store.open("t")
-    grow(store, two, 50)
-    with pytest.raises(ResourceExhaustedError, match="110 tokens of at most 100"):
-        store.begin("t", one, None)
-    store.open("other")
-    store.close("t", two)
-    turn = store.begin("t", one, None)
+        await store.open("t", fork_of=one)
+    two = (await store.open("t")).session_id
+    for router in (store, each.beside()):  # all routers count all of them
+        with pytest.raises(ResourceExhaustedError, match="2 sessions"):
+            await router.open("t")
+    await grow(store, two, 50)
+    for router in (store, each.beside()):
+        with pytest.raises(ResourceExhaustedError, match="110 tokens of at most 100"):
+            await router.begin("t", one, None)
+    await store.open("other")
+    await store.close("t", two)
+    turn = await store.begin("t", one, None)
+    turn.release()
     with pytest.raises(InvalidArgumentError, match="of the model 'm'"):
-        turn.release()
-        store.begin("t", one, "another")
+        await store.begin("t", one, "another")
     with pytest.raises(NotFoundError):
-        store.begin("other", one, None)
+        await store.begin("other", one, None)
     assert len(store) == 2
     await store.stop()
     with pytest.raises(UnimplementedError):
-        SessionStore(SessionLimits(0, 100, 60.0), NoPins(), lambda *_, **__: None, Clock()).open("t")
+        await Kept(sessions=0).store.open("t")
 
 
 async def test_a_session_ends_when_it_was_not_used_for_its_time(wait_until):
     loop = asyncio.get_running_loop()
-    store = SessionStore(SessionLimits(9, 100, 60.0), NoPins(), lambda *_, **__: None, loop.time)
-    short, long = store.open("t", 0.05), store.open("t", 50.0)
-    turn = store.begin("t", short.session_id, None)
+    each = Kept()
+    each.clock = loop.time
+    each.wall = time.time
+    store = each.beside()
+    short, long = await store.open("t", 0.05), await store.open("t", 50.0)
+    turn = await store.begin("t", short.session_id, None)
     expired = short.expires
     await wait_until(lambda: short.expires > expired)  # it is under way
     turn.release()
     await wait_until(lambda: short.closed)
     assert not long.closed and len(store) == 1
-    turn.commit([1, 2], 1, 0, "m", "w", "")  # an answer that comes too late is nobody's
+    await turn.commit([1, 2], 1, 0, "m", "w", "")  # an answer that comes too late is nobody's
     assert len(store) == 1
     await store.stop()
+
+
+async def test_another_router_continues_a_session_and_closes_it():
+    each = Kept()
+    one, other = each.store, each.beside()
+    opened = (await one.open("t")).session_id
+    await grow(one, opened, 5)
+    turn = await other.begin("t", opened, "m")
+    assert list(turn.tokens) == [0, 1, 2, 3, 4] and turn.worker == "w"
+    await turn.commit(range(7), 6, 4, "m", "w2", "salt")
+    found = await one.get("t", opened)
+    assert (list(found.tokens), found.worker, found.turns, found.moves) == (list(range(7)), "w2", 2, 1)
+    assert (found.prompt_tokens, found.cached_tokens, found.cache_salt) == (4 + 6, 4, "salt")
+    await grow(one, opened, 9)
+    await other.close("t", opened)
+    for router in (one, other):
+        with pytest.raises(NotFoundError):
+            await router.begin("t", opened, None)
+        assert len(router) == 0
+        await router.stop()
+
+
+async def test_of_two_routers_that_answer_a_session_at_a_time_the_second_fails():
+    each = Kept()
+    one, other = each.store, each.beside()
+    opened = (await one.open("t")).session_id
+    first, second = await one.begin("t", opened, None), await other.begin("t", opened, None)
+    await second.commit([1, 2], 1, 0, "m", "w", "")
+    with pytest.raises(ResourceExhaustedError, match="another request meanwhile"):
+        await first.commit([3, 4, 5], 2, 0, "m", "w", "")
+    for router in (one, other):
+        assert list((await router.get("t", opened)).tokens) == [1, 2]
+        (await router.begin("t", opened, None)).release()  # it can go on
+        await router.stop()
+
+
+async def test_a_session_that_another_router_uses_does_not_end():
+    each = Kept()
+    one, other = each.store, each.beside()
+    opened = await one.open("t", 10.0)
+    each.clock.now += 9
+    each.wall.now += 9
+    await grow(other, opened.session_id, 3)
+    each.clock.now += 2
+    each.wall.now += 2
+    await one._expire(opened)
+    assert not opened.closed and list(opened.tokens) == [0, 1, 2]
+    each.clock.now += 10
+    each.wall.now += 10
+    await one._expire(opened)
+    assert opened.closed and len(one) == 0
+    for router in (one, other):
+        await router.stop()
+
+
+async def test_a_request_that_runs_for_long_keeps_its_session(wait_until):
+    each = Kept()
+    opened = await each.store.open("t", 0.1)
+    turn = await each.store.begin("t", opened.session_id, None)
+    version = opened.version
+    await wait_until(lambda: opened.version > version + 1)
+    await turn.commit([1], 1, 0, "m", "w", "")
+    assert list((await each.beside().get("t", opened.session_id)).tokens) == [1]
+    await each.store.stop()
+
+
+async def test_a_session_that_was_closed_during_a_request_stays_closed():
+    each = Kept()
+    opened = (await each.store.open("t")).session_id
+    turn = await each.store.begin("t", opened, None)
+    await each.beside().close("t", opened)
+    await turn.commit([1], 1, 0, "m", "w", "")
+    with pytest.raises(NotFoundError):
+        await each.store.get("t", opened)
+    await each.store.stop()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow), "redis"])
+def shared_store(request, tmp_path) -> str:
+    if request.param != "sqlite":
+        return request.getfixturevalue(f"{request.param}_url")
+    return f"sqlite:{tmp_path}/store.sqlite"
+
+
+async def test_two_routers_with_one_store_continue_each_others_sessions(make_cluster, shared_store, wait_until):
+    async with make_cluster(1, store=shared_store) as one, make_cluster(1, store=shared_store) as other:
+        for cluster in (one, other):
+            script(cluster)
+        opened = (await one.http.post("/v1/sessions", json={})).json()["id"]
+        held: list[int] = []
+        for turn, cluster in enumerate((one, other, other, one)):
+            answer = await cluster.http.post("/v1/completions", json={"prompt": "ab", "session": opened})
+            assert answer.status_code == 200, answer.text
+            asked = list(cluster.calls()[-1].request.token_ids)
+            assert asked[: len(held)] == held
+            held = [*asked, *ANSWER, 1][: answer.json()["usage"]["prompt_tokens"] + 3]
+            for each in (one, other):
+                shown = (await each.http.get(f"/v1/sessions/{opened}")).json()
+                assert (shown["turns"], shown["tokens"]) == (turn + 1, len(held))
+        assert (await state(one, opened)).moves == 2
+        fork = (await other.stub.OpenSession(router_pb2.OpenSessionRequest(fork_of=opened))).session
+        assert fork.tokens == len(held)
+        await one.generate("cd", session=fork.id)
+        assert list(one.calls()[-1].request.token_ids)[: len(held)] == held
+        assert (await other.http.get(f"/v1/sessions/{opened}", headers={"x-tenant": "mallory"})).status_code == 404
+        await one.stub.CloseSession(router_pb2.CloseSessionRequest(id=opened))
+        assert (await other.http.get(f"/v1/sessions/{opened}")).status_code == 404
+        await wait_until(lambda: opened not in pins(one) and opened not in pins(other))
+
+
+async def test_sessions_outlive_the_router(make_cluster, shared_store):
+    async with make_cluster(1, store=shared_store) as cluster:
+        script(cluster)
+        opened = (await cluster.stub.OpenSession(router_pb2.OpenSessionRequest(ttl_seconds=600))).session.id
+        await cluster.generate("ab", session=opened)
+        before = await state(cluster, opened)
+    async with make_cluster(1, store=shared_store) as cluster:
+        script(cluster)
+        after = await state(cluster, opened)
+        assert (after.tokens, after.turns, after.ttl_seconds) == (before.tokens, 1, 600)
+        assert 0 < after.expires_in_seconds <= 600
+        await cluster.generate("cd", session=opened)
+        assert (await state(cluster, opened)).turns == 2
+
+
+async def test_a_store_in_memory_ends_with_its_router(make_cluster):
+    async with make_cluster(1, store="memory") as one, make_cluster(1, store="memory") as other:
+        opened = (await one.http.post("/v1/sessions", json={})).json()["id"]
+        refused = await other.http.post("/v1/completions", json={"prompt": "ab", "session": opened})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "session")
+
+
+async def test_an_answer_that_the_store_does_not_take_fails_and_the_session_is_as_before(make_cluster, tmp_path):
+    async with make_cluster(1, store=f"sqlite:{tmp_path}/store.sqlite") as cluster:
+        script(cluster)
+        opened = (await cluster.http.post("/v1/sessions", json={})).json()["id"]
+        asked = {"prompt": "ab", "session": opened}
+        assert (await cluster.http.post("/v1/completions", json=asked)).status_code == 200
+        store, records = cluster.router._sessions, cluster.router._sessions._store
+
+        class Broken:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(records, name)
+
+            async def swap(self, record: Any) -> bool:
+                raise UnavailableError("the disk is full")
+
+        store._store = Broken()
+        failed = await cluster.http.post("/v1/completions", json=asked)
+        assert failed.status_code == 503 and "disk is full" in failed.text
+        streamed = await cluster.http.post("/v1/completions", json=asked | {"stream": True})
+        assert "disk is full" in streamed.text and "[DONE]" not in streamed.text
+        store._store = records
+        assert (await cluster.http.get(f"/v1/sessions/{opened}")).json()["turns"] == 1
+        assert (await cluster.http.post("/v1/completions", json=asked)).status_code == 200
+        await cluster.idle()

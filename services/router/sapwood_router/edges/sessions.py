@@ -82,18 +82,18 @@ class SessionsApi:
     async def open(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
         """Opens a session. Raises as :meth:`SessionStore.open`."""
         request = convert(decode_object(body or b"{}"), SessionRequest, {}, left_out=exchange.left_out)
-        session = self._store.open(exchange.tenant, request.ttl_seconds, request.fork_of or "")
+        session = await self._store.open(exchange.tenant, request.ttl_seconds, request.fork_of or "")
         await exchange.send_body(200, msgspec.json.encode(object_of(session, exchange.workers)))
 
     async def show(self, exchange: Exchange) -> None:
         """Shows a session. Raises NotFoundError where there is none."""
-        session = self._store.get(exchange.tenant, _id_in(exchange))
+        session = await self._store.get(exchange.tenant, _id_in(exchange))
         await exchange.send_body(200, msgspec.json.encode(object_of(session, exchange.workers)))
 
     async def close(self, exchange: Exchange) -> None:
         """Closes a session. Raises NotFoundError where there is none."""
         session_id = _id_in(exchange)
-        self._store.close(exchange.tenant, session_id)
+        await self._store.close(exchange.tenant, session_id)
         await exchange.send_body(200, msgspec.json.encode(ClosedSession(session_id)))
 
 

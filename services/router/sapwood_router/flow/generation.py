@@ -9,6 +9,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -687,15 +688,23 @@ class Generation(Attempts):
                 delta = self._respond(stream.take())
                 finish = delta.finish
                 if finish is not None and context.session is not None and not context.hint.prefetch:
-                    self._commit(context.session, finish.usage)  # before the client can ask again
-                client.take(delta)
-                if finish is not None and (context.hint.keep_seconds or context.hint.demote):
-                    self._pipeline.leases.take(context)
-                if finish is not None:
-                    # Metrics and shares are counted after the delta is on its way to the client.
-                    self._pipeline.afterwards.add(self._finished)
+                    if self._timer is not None:
+                        self._timer.cancel()
+                    self._do(partial(self._commit, context.session, delta, client))
+                else:
+                    self._give(client, delta)
         except Exception as error:  # fails this request only, not the others whose output came in the same message
             self._end_with(error)
+
+    def _give(self, client: Client, delta: Delta) -> None:
+        """The client gets a delta; the last one ends the request."""
+        context = self.context
+        client.take(delta)
+        if delta.finish is not None:
+            if context.hint.keep_seconds or context.hint.demote:
+                self._pipeline.leases.take(context)
+            # Metrics and shares are counted after the delta is on its way to the client.
+            self._pipeline.afterwards.add(self._finished)
 
     def _respond(self, chunk: OutputChunk) -> Delta:
         """The client's next delta of new output: the output, its tokens, and in the last one the usage."""
@@ -738,11 +747,21 @@ class Generation(Attempts):
         if self._pursuit is not None:
             self._pursuit.client_is_slow()
 
-    def _commit(self, session: SessionTurn, usage: Usage) -> None:
-        context = self.context
+    async def _commit(self, session: SessionTurn, delta: Delta, client: Client) -> None:
+        """Keeps a session's turn, before the client can ask again; then the client gets the end of its answer."""
+        try:
+            await self._keep(session)
+            if not self.closed:
+                self._give(client, delta)
+        except Exception as error:
+            self._end_with(error)
+
+    async def _keep(self, session: SessionTurn) -> None:
+        context, usage = self.context, self.context.usage
+        assert usage is not None, "the answer is complete"
         held = array("I", context.token_ids)
         held.extend(context.output_ids[: usage.completion_tokens])
-        session.commit(
+        await session.commit(
             held,
             usage.prompt_tokens,
             usage.cached_tokens,

@@ -268,7 +268,10 @@ class RouterMetrics:
     def watch_sessions(self, count: Callable[[], int]) -> None:
         """Adds how many sessions there are."""
         self._metrics.polled(
-            "gauge", "sapwood_router_sessions", "Sessions that are open.", lambda: [((), float(count()))]
+            "gauge",
+            "sapwood_router_sessions",
+            "Sessions that are open, of those that this router has met.",
+            lambda: [((), float(count()))],
         )
 
     def watch_lag(self, lag: LoopLag, limit: SilenceLimit, registry: Registry) -> None:

@@ -123,7 +123,7 @@ class SessionTurn(Protocol):
     tokens: Sequence[int]
     worker: str
 
-    def commit(
+    async def commit(
         self,
         token_ids: Sequence[int],
         prompt_tokens: int,
@@ -133,7 +133,7 @@ class SessionTurn(Protocol):
         cache_salt: str,
         lora: str = "",
     ) -> None:
-        """The request has its whole answer.
+        """The request has its whole answer: once this returns, other routers can continue it.
 
         Args:
             token_ids: All that the session holds now.

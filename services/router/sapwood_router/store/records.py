@@ -5,7 +5,7 @@ conversation, the chunks of a file, the lines of a batch. They go with the recor
 
 Bounds: beyond ``most`` kept records of a tenant, or ``most_bytes`` of all tenants together, those used least lately go first; of
 bytes the tenant that has most gives way. A kept record that nobody has used for ``seconds`` goes, too. Files and batches are not
-dropped for room: the code that adds them asks for :meth:`Store.total` before, and refuses.
+dropped for room: the code that adds them asks for :meth:`Store.total` before, and refuses. Nor are sessions, which expire.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-KEPT, FILES = "kept", "files"
+KEPT, FILES, SESSIONS = "kept", "files", "sessions"
 """Groups of kinds: those that make room for others, and those that do not."""
 GROUPS = {
     "response": KEPT,
@@ -29,6 +29,7 @@ GROUPS = {
     "line": FILES,
     "job": FILES,
     "rerun": FILES,
+    "session": SESSIONS,
 }
 """All kinds. A ``job`` is a batch that is not finished, a ``rerun`` the request of a background response that is not."""
 CHILDREN = {"conversation": "item", "file": "chunk", "batch": "line"}

@@ -163,7 +163,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         call.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
         caller, left = _caller(context, metadata), context.time_remaining()
         contexts = await self._contexts(request, request_id, caller, left, self._pipeline.seeds)
-        self._begin_session(request.session, contexts)
+        await self._begin_session(request.session, contexts)
         runs = await self._pipeline.open_all(contexts)
         # A client that leaves ends the call, whatever its handler is waiting for.
         context.add_done_callback(cast(Any, lambda _: self._pipeline.close_all(runs)))
@@ -184,14 +184,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._pipeline.close_all(runs)
             runs.clear()  # the call and its callback refer to each other: let them keep nothing else until they are collected
 
-    def _begin_session(self, session_id: str, contexts: Sequence[RequestContext]) -> None:
+    async def _begin_session(self, session_id: str, contexts: Sequence[RequestContext]) -> None:
         """Lets a request go on with its session, if it names one; its run lets go of that."""
         if not session_id:
             return
         if len(contexts) > 1:
             raise InvalidArgumentError("a session goes on with one answer", field="sampling.n")
         context = contexts[0]
-        context.session = self._pipeline.sessions.begin(context.caller.tenant, session_id, context.model)
+        context.session = await self._pipeline.sessions.begin(context.caller.tenant, session_id, context.model)
 
     async def _contexts(
         self,
@@ -281,19 +281,19 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.OpenSessionRequest, context: Context
     ) -> router_pb2.OpenSessionResponse:
         ttl = request.ttl_seconds if request.HasField("ttl_seconds") else None
-        session = self._pipeline.sessions.open(self._tenant(context), ttl, request.fork_of)
+        session = await self._pipeline.sessions.open(self._tenant(context), ttl, request.fork_of)
         return router_pb2.OpenSessionResponse(session=to_session(session, self._workers))
 
     async def GetSession(
         self, request: router_pb2.GetSessionRequest, context: Context
     ) -> router_pb2.GetSessionResponse:
-        session = self._pipeline.sessions.get(self._tenant(context), request.id, "id")
+        session = await self._pipeline.sessions.get(self._tenant(context), request.id, "id")
         return router_pb2.GetSessionResponse(session=to_session(session, self._workers))
 
     async def CloseSession(
         self, request: router_pb2.CloseSessionRequest, context: Context
     ) -> router_pb2.CloseSessionResponse:
-        self._pipeline.sessions.close(self._tenant(context), request.id, "id")
+        await self._pipeline.sessions.close(self._tenant(context), request.id, "id")
         return router_pb2.CloseSessionResponse()
 
     def _tenant(self, context: Context) -> str:

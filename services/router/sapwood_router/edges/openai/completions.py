@@ -109,7 +109,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         events = CompletionChunks(answer_id, contexts, wish, annotator, count)
     turn = None
     if request.session is not None:
-        turn = contexts[0].session = pipeline.sessions.begin(caller.tenant, request.session, contexts[0].model)
+        turn = contexts[0].session = await pipeline.sessions.begin(caller.tenant, request.session, contexts[0].model)
     try:
         await send_answer(exchange, pipeline, contexts, annotator, make_body, events)
     finally:

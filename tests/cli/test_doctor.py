@@ -55,17 +55,30 @@ def test_what_this_machine_has_is_listed_and_enough(tmp_path: Path) -> None:
         assert findings["gpu"]["mend"].startswith("pip install torch --index-url")
 
 
-def test_on_a_machine_without_the_services_packages_each_is_named_with_its_command(tmp_path: Path) -> None:
-    here = metadata.distribution("sapwood")
-    for package in ("sapwood", "sapwood_common", "sapwood_net", "packaging"):
+def doctor_among(folder: Path, *packages: str) -> subprocess.CompletedProcess[str]:
+    """What it says where only these packages of those here are installed."""
+    for package in packages:
         found = util.find_spec(package)
         assert found is not None and found.origin is not None
-        (tmp_path / package).symlink_to(Path(found.origin).parent)
-    (tmp_path / "sapwood-0.1.0.dist-info").mkdir()
-    (tmp_path / "sapwood-0.1.0.dist-info" / "METADATA").write_text(here.read_text("METADATA") or "")
+        (folder / package).symlink_to(Path(found.origin).parent)
+    (folder / "sapwood-0.1.0.dist-info").mkdir()
+    here = metadata.distribution("sapwood")
+    (folder / "sapwood-0.1.0.dist-info" / "METADATA").write_text(here.read_text("METADATA") or "")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    # -S: of the packages installed here only those four are there.
-    done = doctor(environment | {"PYTHONPATH": str(tmp_path)}, python=("-S",))
+    return doctor(environment | {"PYTHONPATH": str(folder)}, python=("-S",))
+
+
+def test_without_the_package_that_reads_requirements_that_is_said_once(tmp_path: Path) -> None:
+    done = doctor_among(tmp_path, "sapwood", "sapwood_common", "sapwood_net")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.count("packaging") == 3  # its name, its command, and the last line
+    assert "-> pip install packaging" in done.stdout
+    assert "of router, tokenizer, worker, models, s3, cli, otel, bench cannot be looked at" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("missing for `sapwood up`: packaging")
+
+
+def test_on_a_machine_without_the_services_packages_each_is_named_with_its_command(tmp_path: Path) -> None:
+    done = doctor_among(tmp_path, "sapwood", "sapwood_common", "sapwood_net", "packaging")
     assert (done.returncode, done.stderr) == (1, "")
     assert "httptools (not installed)" in done.stdout
     assert "torch (not installed)" in done.stdout

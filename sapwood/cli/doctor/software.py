@@ -31,6 +31,11 @@ def examine_python() -> Finding:
 
 def examine_packages() -> Iterator[Finding]:
     """The packages that each service and each extra needs, by Sapwood's installed requirements."""
+    if importlib.util.find_spec("packaging") is None:
+        parts = ", ".join((*_SERVICES, *_OPTIONAL))
+        found = f"not installed: without it the packages of {parts} cannot be looked at"
+        yield Finding("packaging", "missing", found, "pip install packaging")
+        return
     for extra in _SERVICES:
         wrong = problems_of(extra)
         if wrong:
@@ -47,8 +52,6 @@ def examine_packages() -> Iterator[Finding]:
 
 def problems_of(extra: str) -> list[str]:
     """Problems of an extra: each requirement that no installed package meets, with the installed version."""
-    if importlib.util.find_spec("packaging") is None:
-        return ["packaging (not installed), without which the others cannot be looked at"]
     from packaging.requirements import Requirement
 
     if extra not in (metadata.metadata("sapwood").get_all("Provides-Extra") or ()):

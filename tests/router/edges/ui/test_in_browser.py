@@ -669,6 +669,7 @@ async def test_a_requests_time_is_drawn_over_the_services(make_cluster, browser,
         for service, stage in (("tokenizer", "prepare"), ("worker", "first token"), ("router", "select")):
             await page.shows(f".bars tr:has(.{service})", stage)
         await page.shows(".bars", cluster.workers[0].address)
+        await page.shows(".timeline .hint", "no worker is known to hold a whole page of the prompt")
         widths = await page.evaluate("[...document.querySelectorAll('.bar-of')].map((e) => parseFloat(e.style.width))")
         assert all(0 < width <= 100 for width in widths)
         await shoot(page, "trace")
@@ -695,7 +696,7 @@ async def test_a_route_is_explained_worker_by_worker(make_cluster, browser, shoo
         await page.write("#route-text", "and this?")
         await page.click("#route-after")
         await page.click("#route-form button")
-        await page.shows("tr.chosen", "chosen: ")
+        await page.shows("tr.chosen", "chosen: it holds the most of the prompt")
         await page.shows("tr.excluded", out.address)
         await page.shows("#route ul", "round_robin would choose")
         sums = "[...document.querySelectorAll('.sums tbody tr')].map("

@@ -6,6 +6,14 @@ import { requestOf } from "./settings.js";
 
 const COLUMNS = ["Worker", "", "Cached of the prompt", "Requests", "Tokens to prefill", "Cost"];
 
+const REASONS = {
+  cache_hit: "it holds the most of the prompt", cache_spill: "another holds more of the prompt, and is busier",
+  cache_miss: "no worker is known to hold a whole page of the prompt", cache_handed: "it took over what a draining worker held",
+};
+
+/** A policy's reason in words. */
+export const whyChosen = (reason) => REASONS[reason] ?? reason.replaceAll("_", " ");
+
 function whyNot(candidate, chosen) {
   if (candidate.excluded) return candidate.excluded;
   if (candidate.cost === null || chosen.cost === null) return "could have been";
@@ -21,7 +29,7 @@ function rowOf(candidate, found, chosen) {
   const out = Boolean(candidate.excluded);
   const cells = [
     candidate.address,
-    here ? `chosen: ${found.reason.replaceAll("_", " ")}` : whyNot(candidate, chosen),
+    here ? `chosen: ${whyChosen(found.reason)}` : whyNot(candidate, chosen),
     out ? "–" : `${candidate.cached_tokens.toLocaleString()} (${share} %)`,
     candidate.requests.toLocaleString(),
     candidate.queued_tokens.toLocaleString(),
@@ -63,7 +71,7 @@ function resultOf(found) {
   const rows = [chosen, ...found.candidates.filter((candidate) => candidate !== chosen)];
   const heads = COLUMNS.map((name) => el("th", { role: "columnheader", scope: "col" }, name || "Why"));
   const shadows = Object.entries(found.shadows).map(([name, choice]) =>
-    el("li", {}, `${name} would choose ${choice.address} (${choice.reason.replaceAll("_", " ")})`));
+    el("li", {}, `${name} would choose ${choice.address} (${whyChosen(choice.reason)})`));
   const costs = rows.filter((candidate) => candidate.parts.length);
   const most = Math.max(1, ...costs.map(({ cost }) => cost));
   return [

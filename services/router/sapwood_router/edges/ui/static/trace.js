@@ -2,6 +2,7 @@
 
 import { ApiError, get } from "./api.js";
 import { button, byId, el, showError } from "./dom.js";
+import { whyChosen } from "./route.js";
 
 const ms = (seconds) => (seconds < 1 ? `${(1000 * seconds).toFixed(seconds < 0.01 ? 2 : 0)} ms` : `${seconds.toFixed(2)} s`);
 const SAID = {
@@ -71,7 +72,7 @@ export class TraceView {
         el("td", {}, bar.name, el("span", { className: "hint" }, ` ${bar.said}`)), el("td", { className: "track" }, fill), el("td", { className: "number" }, ms(bar.seconds)));
     });
     const facts = [`${request.prompt_tokens.toLocaleString()} prompt tokens, ${request.cached_tokens.toLocaleString()} cached`, `${request.completion_tokens.toLocaleString()} generated`,
-      `${request.worker} by ${request.reason.replaceAll("_", " ")}`, request.resumptions ? `resumed ${request.resumptions} times` : "",
+      `${request.worker}: ${whyChosen(request.reason)}`, request.resumptions ? `resumed ${request.resumptions} times` : "",
       request.first_token === null ? "" : `first token after ${ms(request.first_token)}`, request.trace ? `trace ${request.trace}` : ""].filter(Boolean);
     return el("div", { className: "timeline" }, el("h2", {}, request.request_id), el("p", { className: "hint" }, facts.join(" · ")),
       el("div", { className: "wide-box" }, el("table", { className: "bars", "aria-label": "Which service had the request when" },

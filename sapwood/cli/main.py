@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 if __name__ == "__main__" and not sys.flags.safe_path:
     sys.path.pop(0)  # ``python -m`` puts the current folder there: its numpy.py would be imported
@@ -132,24 +133,40 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
         parser.error(f"there is no verb {words[0]!r}; {hint}")
     if words[0] == "bench" and len(words) > 1 and words[1].startswith(("http://", "https://")):
         verbs.choices["bench"].error(f"a server stands with its flag: --url {words[1]}")
+    if words[0] == "bench" and (strange := _strange_flag(verbs.choices["bench"], words[1:])):
+        _refuse(verbs, words, [strange])  # argparse would take the flag's value for a verb of bench
     arguments, unknown = parser.parse_known_args(words)
     arguments.words = words
     if words[0] == "run" and not any(word.startswith("-") for word in unknown):
         arguments.question += unknown  # of flags between model and question argparse makes two lists of words
         unknown = []
     if unknown:
-        verb, further = verbs.choices[words[0]], iter(words[1:])
-        # bench is called with a verb of its own or with none
-        while (inner := _verbs(verb)) is not None and (
-            named := next(filter(inner.choices.__contains__, further), None)
-        ):
-            verb = inner.choices[named]
-        similar = _similar(unknown[0], [flag for action in verb._actions for flag in action.option_strings])
-        reason = reason_without(unknown[0].partition("=")[0].lstrip("-"))
-        reason = reason or _FURTHER.get(words[0], "")
-        hint = f"; did you mean {' or '.join(similar)}?" if similar else f"; {reason}" if reason else ""
-        verb.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        _refuse(verbs, words, unknown)
     return arguments
+
+
+def _strange_flag(verb: argparse.ArgumentParser, words: list[str]) -> str:
+    """The first flag that a verb does not have; empty: it has all, or one of its own verbs is called."""
+    inner = _verbs(verb)
+    if inner is not None and any(word in inner.choices for word in words):
+        return ""
+    known = [flag for action in verb._actions for flag in action.option_strings]
+    return next((word for word in words if word.startswith("--") and word.partition("=")[0] not in known), "")
+
+
+def _refuse(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], words: list[str], unknown: list[str]
+) -> NoReturn:
+    """Ends the command for words that its verb does not know, with what may have been meant."""
+    verb, further = verbs.choices[words[0]], iter(words[1:])
+    # bench is called with a verb of its own or with none
+    while (inner := _verbs(verb)) is not None and (named := next(filter(inner.choices.__contains__, further), None)):
+        verb = inner.choices[named]
+    similar = _similar(unknown[0], [flag for action in verb._actions for flag in action.option_strings])
+    reason = reason_without(unknown[0].partition("=")[0].lstrip("-"))
+    reason = reason or _FURTHER.get(words[0], "")
+    hint = f"; did you mean {' or '.join(similar)}?" if similar else f"; {reason}" if reason else ""
+    verb.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 def in_full(words: list[str]) -> list[str]:
@@ -194,7 +211,12 @@ _FURTHER = {
     "cache": "--worker HOST:PORT says which one",
 }
 """What a verb takes instead of words or flags that are nothing like its own."""
-_FLAGS = {"-p": "--port", "-n": "--max-tokens", "--router": "--address", "--server": "--address", "--url": "--address"}
+_FLAGS = {
+    "-p": "--port", "-n": "--max-tokens", "--router": "--address", "--server": "--address", "--url": "--address",
+    "--output": "--json", "--out": "--json", "--output-file": "--json", "--num-prompts": "--requests", "--request-rate": "--rate",
+    "--max-concurrency": "--concurrency", "--dataset-name": "--dataset", "--dataset-path": "--data", "--base-url": "--url",
+    "--random-input-len": "--input-tokens", "--random-output-len": "--output-tokens",
+}  # fmt: skip
 """Flags of other programs and services that other verbs call otherwise."""
 
 

@@ -233,6 +233,13 @@ WRONG = (
     ("bench --turns x", "argument --turns: 'x' is neither a number nor a range such as 64-256"),
     ("batch rnu", "argument ACTION: invalid choice: 'rnu' (choose from 'run', 'list', 'show', 'cancel', 'fetch')"),
     ("bench --requests 0", "argument --requests: 0 is not at least 1"),
+    ("bench --output x.json", "unrecognized arguments: --output; did you mean --json?"),
+    (
+        "bench --num-prompts 3 --url http://127.0.0.1:1",
+        "unrecognized arguments: --num-prompts; did you mean --requests?",
+    ),
+    ("bench --max-concurrency=3", "unrecognized arguments: --max-concurrency; did you mean --concurrency?"),
+    ("bench --wat 3", "unrecognized arguments: --wat"),
     ("bench --url x", "--url: 'x' is no URL such as http://127.0.0.1:8000"),
     ("bench --url ftp://x", "--url: 'ftp://x' is no URL such as http://127.0.0.1:8000"),
     ("bench --concurrency 0 --url http://127.0.0.1:1", "argument --concurrency: 0 is not at least 1"),

@@ -238,7 +238,7 @@ WRONG = (
         "bench --num-prompts 3 --url http://127.0.0.1:1",
         "unrecognized arguments: --num-prompts; did you mean --requests?",
     ),
-    ("bench --max-concurrency=3", "unrecognized arguments: --max-concurrency; did you mean --concurrency?"),
+    ("bench --max-concurrency=3", "unrecognized arguments: --max-concurrency=3; did you mean --concurrency?"),
     ("bench --wat 3", "unrecognized arguments: --wat"),
     ("bench --url x", "--url: 'x' is no URL such as http://127.0.0.1:8000"),
     ("bench --url ftp://x", "--url: 'ftp://x' is no URL such as http://127.0.0.1:8000"),

@@ -69,6 +69,24 @@ def test_prompts_get_on_on_any_device(device: Device, most: int, least_tokens: i
     assert sum(prompts for _, prompts, _ in steps[100:]) >= 100 * least_tokens * 0.95
 
 
+@given(longer=st.floats(0.0, 0.02), prompt=st.floats(1e-4, 0.01))
+def test_steps_with_scored_tokens_last_no_longer_than_wanted(longer: float, prompt: float) -> None:
+    device = Device(0.03, 0.001, prompt)
+    pace = StepPace(WANTED, 512)
+    run(pace, device, [4] * 100)
+    before = pace.tokens(4)
+    for number in range(40):
+        budget = pace.tokens(4)
+        scored = max(1, int(budget / 2 / pace.scored_cost))
+        rest = max(0, int(budget - scored * pace.scored_cost))
+        seconds = device.seconds(4, scored + rest) + longer * scored
+        if number >= 20:
+            assert seconds <= 1.15 * max(WANTED, 13 * device.seconds(8, 1), device.seconds(8, 16) + 16 * longer)
+        pace.took(4, scored + rest, seconds, scored)
+    assert pace.tokens(4) == before, "prompts without such tokens are as before"
+    assert pace.scored_cost == pytest.approx(min(16.0, 1 + longer / prompt), rel=0.1, abs=0.1)
+
+
 def test_a_hiccup_of_the_machine_is_soon_forgotten() -> None:
     device = Device(0.02, 0.0, 0.001)
     pace = StepPace(WANTED, 512)

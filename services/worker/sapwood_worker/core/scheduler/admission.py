@@ -29,12 +29,13 @@ O(running + waiting) a step, and the matching of a few waiting requests of each 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
-from sapwood_worker.core.scheduler.batch import RunningBatch
+from sapwood_worker.core.scheduler.batch import SCORED, RunningBatch
 from sapwood_worker.core.scheduler.joining import Join, alike
 from sapwood_worker.core.scheduler.lora_slots import SlotPool
 from sapwood_worker.core.scheduler.request import Request, RequestState
@@ -144,12 +145,6 @@ def _limit(request: Request) -> int:
 WORTH_WAITING = 32
 """A request waits while another computes a prefix that both share, if the prefix has at least this many tokens (SGLang's
 value)."""
-_SCORED = 4
-"""A token whose log probabilities are wanted, of a prompt or of continuations, counts as this many tokens of the budget, because
-the whole vocabulary is computed for it. Without this, a step of 400 such tokens took 20 s on two busy cores, and all other
-requests waited. Such tokens of a request get at most half of the remaining budget, so that the next request can begin in the same
-step.
-"""
 
 
 class PrefillAdder:
@@ -161,9 +156,13 @@ class PrefillAdder:
         ratio: The share of their ``max_tokens`` that requests will generate; pages for these tokens stay in reserve.
         computing: The chunks that steps in flight compute, in the form of ``chunks``.
         picture_tokens: Tokens of pictures that the step may begin with; one picture is always begun.
+        scored_cost: How many tokens of the budget a token counts as whose log probabilities are wanted, of a prompt or of
+            continuations. Such tokens of a request get at most half of the remaining budget, so that the next request can begin
+            in the same step.
 
     Attributes:
         budget: Tokens that are left.
+        scored: Tokens that were given whose log probabilities are wanted.
     """
 
     def __init__(
@@ -173,11 +172,14 @@ class PrefillAdder:
         ratio: NewTokenRatio,
         computing: Sequence[tuple[Request, int]] = (),
         picture_tokens: int = 0,
+        scored_cost: float = SCORED,
     ) -> None:
         self._running = running
         self._most_shown = self._left_shown = picture_tokens
         self._computing = computing
+        self._cost = scored_cost
         self.budget = budget
+        self.scored = 0
         # The budget that is left for requests with such tokens.
         self._scored: dict[Request, int] = {}
         self._ratio = ratio
@@ -281,7 +283,7 @@ class PrefillAdder:
             allowed = self._scored.setdefault(request, -(-self.budget // 2))
             if allowed < 1 and not plain:
                 return 0
-            most = plain + max(not plain, min(most - plain, allowed) // _SCORED)
+            most = plain + max(not plain, int(min(most - plain, allowed) / self._cost))
         count = self._running.reachable(request, given + min(left, most)) - given
         if request.pictures and count > 0:
             start = request.planned + given
@@ -297,7 +299,8 @@ class PrefillAdder:
         self._given[request] = given + count
         spent = count
         if first is not None and count > plain:
-            spent = plain + _SCORED * (count - plain)
+            self.scored += count - plain
+            spent = plain + math.ceil(self._cost * (count - plain))
             self._scored[request] = self._scored.get(request, -(-self.budget // 2)) - (spent - plain)
         self.budget -= spent
         return spent

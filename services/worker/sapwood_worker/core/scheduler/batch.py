@@ -341,6 +341,9 @@ _WEIGHT, _FULL = 0.3, 32
 """The weight of a new measurement, and the prompt tokens from which on it has that."""
 _OUTLIER = 2.0
 """A measurement above this multiple of the usual duration is a disturbance of the machine, and is ignored."""
+SCORED, _MOST_SCORED = 4.0, 16.0
+"""How many tokens of the budget a token counts as whose log probabilities are wanted, because the whole vocabulary is computed
+for it: until that was measured, and at most. Without this, a step of 400 such tokens took 20 s on two busy cores."""
 _KEPT = 256
 """Steps after which the time of decodes is measured again, by a step with one token of a prompt if there is none without."""
 
@@ -360,6 +363,15 @@ class StepPace:
         # By the power of two of the decodes: seconds, and the step in which they were measured.
         self._plain: dict[int, tuple[float, int]] = {}
         self._each: float | None = None
+        # Seconds that a token takes longer whose log probabilities are wanted.
+        self._longer: float | None = None
+
+    @property
+    def scored_cost(self) -> float:
+        """How many tokens a token counts as whose log probabilities are wanted; at least one."""
+        if self._longer is None or not self._each:
+            return SCORED
+        return min(_MOST_SCORED, 1.0 + self._longer / self._each)
 
     def tokens(self, decodes: int) -> int:
         """The most prompt tokens that a step with this many decodes takes; at least one."""
@@ -378,8 +390,9 @@ class StepPace:
             return self._most
         return max(_LEAST if plain is not None else least, int(seconds / self._each))
 
-    def took(self, decodes: int, prompts: int, seconds: float) -> None:
-        """Notes the duration of a step, with its numbers of decodes and prompt tokens."""
+    def took(self, decodes: int, prompts: int, seconds: float, scored: int = 0) -> None:
+        """Notes the duration of a step, with its numbers of decodes and prompt tokens, and of those whose log probabilities are
+        wanted."""
         if not self._seconds or not (decodes or prompts):  # it may only have copied pages
             return
         self._steps += 1
@@ -388,7 +401,13 @@ class StepPace:
             usual = seconds if known is None else _mean(known[0], seconds, _WEIGHT)
             self._plain[decodes.bit_length()] = usual, self._steps
             return
-        each = max(0.0, seconds - (self._usual(decodes) or 0.0)) / prompts
+        rest = max(0.0, seconds - (self._usual(decodes) or 0.0))
+        if scored and self._each is not None:
+            longer = max(0.0, rest - self._each * prompts) / scored
+            weight = _WEIGHT * min(1.0, scored / _FULL)
+            self._longer = longer if self._longer is None else _mean(self._longer, longer, weight)
+            return
+        each = rest / prompts
         if self._each is None:
             self._each = each
         else:

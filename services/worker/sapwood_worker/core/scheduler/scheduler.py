@@ -273,7 +273,7 @@ class Scheduler:
         if config.jump_forward and self.micro_batches == 1 and config.states is None:
             self._forced = ForcedDrafts(most_positions(config), self._running.draftable)
         self._pace = StepPace(config.step_seconds / self.micro_batches, config.max_step_tokens)
-        self._planned: deque[float] = deque()
+        self._planned: deque[tuple[float, int]] = deque()
         self._updated = 0.0
         self._micro_batches = MicroBatches(self.micro_batches, config.micro_batches_from, chained=config.chained)
         self.depth = self._micro_batches.depth
@@ -422,7 +422,8 @@ class Scheduler:
         most = (most_tokens or self._config.max_step_tokens) - len(plan.decodes) - len(plan.last_tokens)
         budget = max(1, min(most, paced))
         computing = [chunk for step in self._in_flight for chunk in step.chunks]
-        adder = PrefillAdder(self._running, budget, self._ratio, computing, self._config.picture_tokens)
+        cost = self._pace.scored_cost
+        adder = PrefillAdder(self._running, budget, self._ratio, computing, self._config.picture_tokens, cost)
         calm = self.num_retractions == retractions
         if calm:
             self._ratio.step(self._micro_batches.shares(len(self._running)))
@@ -452,7 +453,7 @@ class Scheduler:
             step.plan.late = self._speculation.late
         if step.plan:
             self._in_flight.append(step)
-            self._planned.append(self._clock())
+            self._planned.append((self._clock(), adder.scored))
             self._steps += 1
         return step.plan
 
@@ -462,10 +463,11 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert len(step) == len(output.token_ids)
         step.release_grammars()
-        now, began = self._clock(), max(self._planned.popleft(), self._updated)
+        planned, scored = self._planned.popleft()
+        now, began = self._clock(), max(planned, self._updated)
         self._updated = now
         if not step.drafts:
-            self._pace.took(len(step.decodes), sum(count for _, count in step.chunks), now - began)
+            self._pace.took(len(step.decodes), sum(count for _, count in step.chunks), now - began, scored)
         self._cache.confirm(step.written)
         if self._tiers is not None:
             if step.plan.copies is not None and step.plan.copies.during is not None:

@@ -10,8 +10,9 @@ import asyncio
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from fleet_sim.events import Events
 
@@ -223,10 +224,10 @@ class Run:
 
         return come
 
-    def wait(self, work: Callable[[], Iterator[object]] | object) -> None:
+    def wait(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine next to the events."""
         self.events.tasks += 1
-        task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
 
         def over(task: asyncio.Task[None]) -> None:

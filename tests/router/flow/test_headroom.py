@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,15 @@ from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Lease, Worker
-from sapwood_router.flow.headroom import FORGET_SECONDS, LEAST_SAMPLES, LIVE_SECONDS, PROBE_SECONDS, Headroom, Pursuit
+from sapwood_router.flow.headroom import (
+    FORGET_SECONDS,
+    LEAST_SAMPLES,
+    LIVE_SECONDS,
+    MOST_LOOKED_AT,
+    PROBE_SECONDS,
+    Headroom,
+    Pursuit,
+)
 from sapwood_router.request.caller import NOBODY, Caller
 from sapwood_router.request.objective import Objective, ShedError
 from sapwood_testing.clock import Clock
@@ -306,6 +316,26 @@ def test_who_has_left_its_worker_is_not_sent_back() -> None:
         scene.check(scene.begin(), 100)
     pursuit.close()
     assert scene.sent_back == [] and not scene.headroom._models[MODEL].unanswered
+
+
+def test_of_a_large_fleet_only_some_are_looked_at() -> None:
+    scene = Scene(500)
+    scene.learn()
+    for worker in scene.workers[1:]:
+        worker.lease(5000)
+    looked = Counter[str]()
+    model = scene.headroom._models[MODEL]
+    has_headroom = model.has_headroom
+
+    def counted(worker: Worker, *rest: Any) -> bool:
+        looked[worker.address] += 1
+        return has_headroom(worker, *rest)
+
+    model.has_headroom = counted  # type: ignore[method-assign]
+    model.had_headroom = scene.workers[0]
+    assert scene.headroom.floor(MODEL, 0) is None and looked == {"w0": 1}
+    scene.workers[0].lease(5000)
+    assert scene.headroom.floor(MODEL, 0) == 0 and len(looked) <= MOST_LOOKED_AT + 1
 
 
 def test_workers_that_are_gone_are_forgotten() -> None:

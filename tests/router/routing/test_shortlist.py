@@ -173,3 +173,20 @@ def test_a_shadow_that_sees_all_has_the_policy_see_all():
     fleet = Fleet(100)
     both = Shadowed(fleet.policy.live, {"all": SeesAll()}, lambda *_: None)
     assert both.shortlist(fleet.registry.addresses("m"), PAGE, PromptPages([1])) is None
+
+
+def test_where_none_on_the_list_is_preferred_some_others_are_looked_at():
+    fleet = Fleet(200)
+    asked: list[set[str]] = []
+
+    def narrow(workers):
+        """Those that were not listed."""
+        asked.append({worker.address for worker in workers})
+        return [worker for worker in workers if worker.address not in asked[0]]
+
+    demand = Demand("m", 640, "prompt")
+    worker, _ = choose(demand, PromptPages(some(1)), fleet.registry, fleet.policy, narrow=narrow)
+    assert worker.address in asked[1] - asked[0]
+    assert len(asked) == 2 and len(asked[0]) < len(asked[1]) <= 64
+    worker, _ = choose(demand, PromptPages(some(1)), fleet.registry, fleet.policy, narrow=lambda workers: [])
+    assert worker.address in {each.address for each in fleet.registry.all()}  # nobody is preferred: all are alike

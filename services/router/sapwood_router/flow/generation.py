@@ -463,12 +463,14 @@ class Generation(Attempts):
         pursuit, pipeline = self._pursuit, self._pipeline
         if pursuit is None or pursuit.objective is None:
             return
-        demand = self._demand()
+        demand, tokens = self._demand(), len(self._prompt.token_ids)
         try:
-            workers = pipeline.selector.first_workers(demand, self._prompt)
+            workers, only_some = pipeline.selector.first_workers(demand, self._prompt)
+            if only_some and not pursuit.narrow(workers, self._held_by(workers), tokens):
+                workers, _ = pipeline.selector.first_workers(demand, self._prompt, others=True)
         except (UnavailableError, InvalidArgumentError):
             return  # the choice will say what is wrong
-        pursuit.check(workers, self._held_by(workers), len(self._prompt.token_ids))
+        pursuit.check(workers, self._held_by(workers), tokens)
 
     def _held_by(self, workers: Sequence[Worker]) -> Mapping[str, tuple[int, float]]:
         """By address how many of the prompt's tokens the workers hold, as far as the policy knows."""

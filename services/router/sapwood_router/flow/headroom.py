@@ -19,8 +19,9 @@ Nothing is measured, held or decided for a model until a request with an objecti
 minutes. What is not known yet is admitted; so is one request now and then where nothing was measured for two seconds, as else
 a few slow answers would refuse all requests for ever.
 
-Complexity: O(workers) for a request with an objective, of a large fleet O(workers on its shortlist) unless none of these can meet
-it; O(1) for the others while a worker has headroom. Bound: so many workers' lines, and the requests that have no token yet.
+Complexity: O(workers) for a request with an objective, of a large fleet those on its shortlist and, if none of these can meet it,
+64 drawn ones; O(1) for the others while the worker that had headroom last still has, else likewise. Bound: the lines of so many
+workers, and the requests that have no token yet.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ FORGET_SECONDS = 600.0
 """For so long after the last request with an objective, a model's requests are measured."""
 KEPT_SHARE = 0.8
 """The share of a class's targets that lower classes may use up."""
+MOST_LOOKED_AT = 64
+"""Workers that are looked at in a large fleet, drawn at random."""
 _RATE_SECONDS = 10.0
 """Over how many seconds admitted and shed requests are counted."""
 _LONGEST_WAIT = 60.0
@@ -144,6 +147,8 @@ class _Model:
         self.admitted = SlidingCount(_RATE_SECONDS, clock)
         self.shed = SlidingCount(_RATE_SECONDS, clock)
         """Requests with an objective that were given to workers, and that were refused."""
+        self.had_headroom: Worker | None = None
+        """The worker that was last found to have headroom for a class."""
         self.unanswered: dict[str, dict[Pursuit, None]] = {}
         """By worker the requests there that have no token yet, the earliest first."""
 
@@ -268,8 +273,14 @@ class Headroom:
             return None
         tokens, requests = found.lower_lacking * (taken + 1), taken + 1
         for priority, each in found.live():
-            workers = (worker for worker in self._registry.available(model) if worker.takes_new)
-            if not any(found.has_headroom(worker, each, tokens, requests) for worker in workers):
+            last = found.had_headroom
+            if last is not None and last.takes_new and found.has_headroom(last, each, tokens, requests):
+                continue
+            workers = drawn(self._registry.available(model), self._rng)
+            found.had_headroom = next(
+                (one for one in workers if one.takes_new and found.has_headroom(one, each, tokens, requests)), None
+            )
+            if found.had_headroom is None:
                 return priority
         return None
 
@@ -483,6 +494,11 @@ class Pursuit:
         for each in chosen:
             each._preempt()
         return bool(chosen)
+
+
+def drawn(workers: Sequence[Worker], rng: random.Random) -> Sequence[Worker]:
+    """The workers; of a large fleet some that are drawn."""
+    return workers if len(workers) <= MOST_LOOKED_AT else rng.sample(workers, MOST_LOOKED_AT)
 
 
 def _nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -14,10 +15,13 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import Role
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.decision import Decision, Disaggregation, Part
+from sapwood_router.flow.headroom import drawn
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.routing.policy_book import PolicyBook, Shadowed
 from sapwood_router.routing.shortlist import MANY
 from sapwood_router.routing.worker_view import WorkerView
+
+_RNG = random.Random()
 
 
 class Seen:
@@ -103,11 +107,16 @@ class Selector:
         chosen = choose(demand, prompt, self._registry, whole, roles, session_at, seen, narrow)
         return Route(*chosen, Part.WHOLE, decision)
 
-    def first_workers(self, demand: Demand, prompt: PromptPages) -> Sequence[Worker]:
-        """The workers that a request may begin at, of a large fleet those that the policy looks at. Raises as :meth:`begin`."""
+    def first_workers(
+        self, demand: Demand, prompt: PromptPages, *, others: bool = False
+    ) -> tuple[Sequence[Worker], bool]:
+        """The workers that a request may begin at, and whether these are only some of a large fleet: those that the policy looks
+        at, or ``others`` that are drawn. Raises as :meth:`begin`."""
         concerned = self._disaggregation.concerns(demand.model)
         roles = self._disaggregation.roles_for(Part.PREFILL) if concerned else ()
-        return candidates(demand, prompt, self._registry, self._policies.of(demand.model), roles)[0]
+        if others:
+            return drawn_workers(demand, self._registry, roles), True
+        return candidates(demand, prompt, self._registry, self._policies.of(demand.model), roles)
 
     def decode(
         self,
@@ -162,7 +171,7 @@ def choose(
     if narrow is not None:
         preferred = narrow(workers)
         if not preferred and listed:
-            preferred = narrow(of_roles(registry.available(demand.model), demand, roles).workers)
+            preferred = narrow(drawn_workers(demand, registry, roles))
         workers = preferred or workers
     if seen is not None:
         seen.views = [worker.view() for worker in workers]
@@ -192,6 +201,11 @@ def candidates(
     many = len(available) > MANY
     listed = _shortlist(demand, prompt, registry, policy, roles, session_at) if many else None
     return (of_roles(available, demand, roles).workers, False) if listed is None else (listed, True)
+
+
+def drawn_workers(demand: Demand, registry: Registry, roles: Sequence[Role]) -> Sequence[Worker]:
+    """Of a large fleet some that are drawn of those that a request may go to. Raises as :func:`choose`."""
+    return drawn(of_roles(registry.available(demand.model), demand, roles).workers, _RNG)
 
 
 def with_lora(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -81,6 +82,42 @@ async def test_a_host_of_the_list_is_asked_at_its_one_resolved_address_and_by_it
         assert resolved == [HOST], "resolved once: there is no second answer that could be another one"
         assert f"Host: {HOST}\r\n" in seen[0]
         assert "cookie" not in seen[0].lower()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 900 + b"0\r\n\r\n",
+        b"HTTP/1.1 103 Early Hints\r\na: b\r\n\r\n" * 900 + reply(b"a" * 900),
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 900 + b"Content-Length: 900\r\n\r\n" + b"a" * 900,
+    ],
+    ids=["chunks of a byte", "heads before the head", "many headers"],
+)
+async def test_hosts_are_asked_beside_the_services_own_loop_whatever_they_answer(
+    authority: trustme.CA, answer: bytes
+) -> None:
+    """The loop stood still for 0.85 s in a file in chunks of a byte, and for 0.17 s again and again in heads before the head."""
+    asked_in, held_in, held = set(), set(), 0
+
+    async def resolve(_: str, __: int) -> Sequence[str]:
+        asked_in.add(threading.get_ident())
+        return ["127.0.0.1"]
+
+    def hold(size: int) -> None:
+        nonlocal held
+        held += size
+        held_in.add(threading.get_ident())
+
+    async def answered(_: str) -> bytes:
+        return answer
+
+    async with host(answered, authority) as (port, _):
+        trust = ssl.create_default_context(cadata=authority.cert_pem.bytes().decode())
+        made = Fetcher([HOST], 1000, 30.0, resolve=resolve, public=lambda _: True, port=port, trust=trust)
+        assert await made.fetch(f"https://{HOST}:{port}/a", "x", hold) == b"a" * 900
+    assert held == 900
+    assert held_in == {threading.get_ident()}
+    assert not asked_in & held_in
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Rules. Without hosts in the allow-list only ``data:`` is taken; ``file:`` and ``http:`` never are. A URL is parsed once, and what
 is checked is what is connected to: its host has to be one of the list, letter by letter; the host is resolved once, every address
 that it has must be public, and the connection goes to such an address, with the host's name for TLS. A redirect is a URL like the
-first. Bytes, time and redirects have bounds; what the peer sends beyond is not read.
+first. Bytes, time and redirects have bounds; what the peer sends beyond is not read. Hosts are asked on an event loop of a thread
+of its own: one that answers in chunks of a byte, or with heads without end, would keep the service's loop for most of a second.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import base64
 import binascii
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 
 import httpx2
@@ -30,6 +33,10 @@ _MOST_ESCAPES = 65_536
 """``%`` in a ``data:`` URL that is not base64: each costs as much as a thousand other characters."""
 _PORT = 443
 _REDIRECTS = (301, 302, 303, 307, 308)
+_HELD_AT_ONCE = 64 * 1024
+"""Bytes of an answer that are counted together."""
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,7 @@ class Fetcher:
         self._public = public or is_public
         self._port = port
         self._trust = trust
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def fetch(self, url: str, field: str, hold: Callable[[int], None] = lambda _: None) -> bytes:
         """The file.
@@ -83,7 +91,7 @@ class Fetcher:
         Args:
             url: Where it is.
             field: What errors name.
-            hold: Is called with each number of bytes of a host's file before they are kept; what it raises ends the fetch.
+            hold: Is called with numbers of bytes of a host's file, as they come; what it raises ends the fetch.
 
         Raises:
             InvalidArgumentError: It may not be asked for, or does not come; names ``field`` and says why.
@@ -91,8 +99,12 @@ class Fetcher:
         try:
             if url[:5].lower() == "data:":
                 return self._decoded(url)
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="pictures' hosts", daemon=True).start()
+            own = asyncio.get_running_loop()
             async with asyncio.timeout(self._seconds):
-                return await self._over_https(url, hold)
+                return await _on(self._loop, self._over_https(url, lambda size: _on(own, _called(hold, size))))
         except TimeoutError:
             raise InvalidArgumentError(f"the picture did not come within {self._seconds:.3g} s", field=field) from None
         except (_RefusedError, httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
@@ -117,7 +129,7 @@ class Fetcher:
             raise _RefusedError(f"{len(content)} bytes: the most are {self._max_bytes}")
         return content
 
-    async def _over_https(self, url: str, hold: Callable[[int], None]) -> bytes:
+    async def _over_https(self, url: str, hold: Callable[[int], Awaitable[None]]) -> bytes:
         for _ in range(_MOST_REDIRECTS + 1):
             target = self._parsed(url)
             status, location, content = await self._asked(target, hold)
@@ -149,7 +161,7 @@ class Fetcher:
             raise _RefusedError("its host is not among those that may be asked (--pictures hosts)")
         return Target(host, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
 
-    async def _asked(self, target: Target, hold: Callable[[int], None]) -> tuple[int, str, bytes]:
+    async def _asked(self, target: Target, hold: Callable[[int], Awaitable[None]]) -> tuple[int, str, bytes]:
         """Status, place of a redirect, and content."""
         addresses = await self._resolve(target.host, self._port)
         if not addresses or not all(map(self._public, addresses)):
@@ -172,17 +184,29 @@ class Fetcher:
                 return response.status_code, response.headers.get("location", ""), b""
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise _RefusedError("the host compresses it, though it was asked not to")
-            content = bytearray()
+            content, held = bytearray(), 0
             async for part in response.aiter_raw():
                 if len(content) + len(part) > self._max_bytes:
                     raise _RefusedError(f"it has more than {self._max_bytes} bytes")
-                hold(len(part))
                 content += part
+                if len(content) - held >= _HELD_AT_ONCE:
+                    await hold(len(content) - held)
+                    held = len(content)
+            await hold(len(content) - held)
             return 200, "", bytes(content)
 
 
 class _RefusedError(Exception):
     """A URL is not followed; says why."""
+
+
+async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The result of work on another loop, which ends if this is cancelled."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+
+async def _called(hold: Callable[[int], None], size: int) -> None:
+    hold(size)
 
 
 async def _resolve(host: str, port: int) -> Sequence[str]:

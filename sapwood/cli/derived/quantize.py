@@ -138,17 +138,19 @@ def _write(
     from sapwood_common.models.model_files import model_name
     from sapwood_tokenizer.vocab.loader import load_tokenizer, resolve_tokenizer
     from sapwood_tokenizer.vocab.special_tokens import VocabularyError
-    from sapwood_tokenizer.vocab.write_gguf_vocab import gguf_metadata
+    from sapwood_tokenizer.vocab.write_gguf_vocab import gguf_vocabulary
     from sapwood_worker.model.loader import read_config
     from sapwood_worker.model.quantizer.write_gguf import write_gguf
 
     rows = read_config(source)[1].vocab_size
     tokenizer = load_tokenizer(resolve_tokenizer(str(source)))
     try:
-        vocabulary = gguf_metadata(tokenizer, rows)
+        vocabulary = gguf_vocabulary(tokenizer, rows)
     except VocabularyError as error:
         raise CliError(f"{tokenizer.origin}: {error}", REFUSED) from None
-    wide = write_gguf(source, arguments.out, scheme, model_name(arguments.model), vocabulary, progress)
+    wide = write_gguf(source, arguments.out, scheme, model_name(arguments.model), vocabulary.metadata, progress)
+    if vocabulary.difference:
+        print(f"note: the file holds tokenizer.json, too: programs that do not read it cut {vocabulary.difference}")
     before, after = (perplexity_of(path, pieces[cut:], device, threads) for path in (source, arguments.out))
     return Quantized(before, after, wide)
 

@@ -19,6 +19,8 @@ from sapwood_tokenizer.vocab.sentencepiece_vocab import SentencePieceVocabulary,
 from sapwood_tokenizer.vocab.special_tokens import NORMAL, UNKNOWN, VocabularyError, add_special_tokens, put_around
 from sapwood_tokenizer.vocab.split_patterns import PATTERNS, split_as_gpt2, split_at
 
+HF_JSON = "tokenizer.huggingface.json"
+"""The key of a whole ``tokenizer.json``, which few files have."""
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 """Pre-tokenizers that cut digits from each other before GPT-2's expression cuts the rest: Granite 3's among them."""
 PRE_TOKENIZERS: dict[str, str | None] = {

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer, models
@@ -22,8 +23,8 @@ from sapwood_common.models.model_files import local_path, model_name, resolve_mo
 from sapwood_common.models.progress import logged
 from sapwood_common.models.prompts import NO_PROMPTS, Prompts, read_prompts
 from sapwood_text.vocabulary import TokenTable, Vocabulary
-from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
-from sapwood_tokenizer.vocab.special_tokens import token_text
+from sapwood_tokenizer.vocab.gguf_vocab import HF_JSON, build_tokenizer
+from sapwood_tokenizer.vocab.special_tokens import VocabularyError, token_text
 from sapwood_tokenizer.vocab.vocabulary_files import load_vocabulary, refuse_settings
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,8 @@ def _from_gguf(path: Path, template: _Template | None) -> LoadedTokenizer:
     metadata = file.metadata
     file.close()
     try:
-        tokenizer = build_tokenizer(metadata)
+        own = metadata.get(HF_JSON)
+        tokenizer = _whole_tokenizer(own) if isinstance(own, str) else build_tokenizer(metadata)
     except Exception as error:  # a VocabularyError, or any error of ours or the library's over unexpected values
         raise ConfigError(f"{path}: its vocabulary cannot be used: {error}") from error
     if template is None:
@@ -137,6 +139,20 @@ def _from_gguf(path: Path, template: _Template | None) -> LoadedTokenizer:
     named = {"bos_token": ids["bos"], "eos_token": ids["eos"], "unk_token": ids["unknown"], "pad_token": ids["padding"]}
     texts = {name: _text_of(tokenizer, index) for name, index in named.items() if index is not None}
     return _loaded(path, tokenizer, ids["bos"], ends, template, texts, size)
+
+
+def _whole_tokenizer(content: str) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json``. Raises VocabularyError."""
+    with TemporaryDirectory(prefix="sapwood-tokenizer-") as folder:
+        file = Path(folder) / "tokenizer.json"
+        file.write_text(content, encoding="utf-8", errors="surrogateescape")
+        try:
+            tokenizer = load_vocabulary(file, {}).tokenizer
+        except ConfigError as error:
+            raise VocabularyError(str(error).replace(str(file), HF_JSON)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _template_of_gguf(path: Path, metadata: dict[str, Any]) -> _Template | None:

@@ -1,7 +1,7 @@
 """Writes a tokenizer as the metadata of a GGUF file, from which ``gguf_vocab.py`` builds it again.
 
-The tokenizer that is built from the metadata has to give the ids of the original for a set of texts: what such a file cannot say
-is refused.
+The tokenizer that is built from the vocabulary in the metadata is compared with the original by a set of texts. Where it differs
+in some, the metadata hold the original's ``tokenizer.json``, too, which Sapwood reads. Where it differs in many, it is refused.
 """
 
 from __future__ import annotations
@@ -9,11 +9,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from sapwood_tokenizer.vocab.gguf_vocab import PRE_TOKENIZERS, WHOLE_WORDS, build_tokenizer, normalizer, pre_tokenizer
+from sapwood_tokenizer.vocab.gguf_vocab import (
+    HF_JSON,
+    PRE_TOKENIZERS,
+    WHOLE_WORDS,
+    build_tokenizer,
+    normalizer,
+    pre_tokenizer,
+)
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
 from sapwood_tokenizer.vocab.special_tokens import (
     BYTE,
@@ -41,12 +48,26 @@ _SPACE = "\u2581"
 _WORDS = 4096
 """Tokens of the vocabulary whose texts are encoded again."""
 _MOST_ADDED = 256
+_MOST_DIFFERENT = 0.05
+"""Share of the texts without added tokens that may differ."""
 _PADDING = "[PAD{}]"
 """llama.cpp's name of a row of the embedding that no token has."""
 
 
-def gguf_metadata(loaded: LoadedTokenizer, rows: int) -> dict[str, Any]:
-    """The keys and values of a tokenizer, its chat template among them.
+class GgufVocabulary(NamedTuple):
+    """A tokenizer's metadata.
+
+    Attributes:
+        metadata: Keys and values, the chat template's among them.
+        difference: How readers that do not read a ``tokenizer.json`` in the file cut some texts otherwise; empty: they do not.
+    """
+
+    metadata: dict[str, Any]
+    difference: str
+
+
+def gguf_vocabulary(loaded: LoadedTokenizer, rows: int) -> GgufVocabulary:
+    """The metadata of a tokenizer.
 
     Args:
         loaded: The tokenizer with its files' settings.
@@ -79,8 +100,14 @@ def gguf_metadata(loaded: LoadedTokenizer, rows: int) -> dict[str, Any]:
         found |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
         found["tokenizer.ggml.scores"] = _scores(tokenizer, rows, merges)
         found["tokenizer.ggml.add_space_prefix"] = _adds_prefix(tokenizer)
-    _compare(tokenizer, build_tokenizer(found), rows)
-    return found
+    built = build_tokenizer(found)
+    plain = (_difference(tokenizer, built, text, rows) for text in _plain_texts(tokenizer, rows))
+    differing = list(filter(None, plain))
+    if len(differing) > _MOST_DIFFERENT * _WORDS:
+        raise VocabularyError(f"a GGUF file cannot say how it cuts {differing[0]}, and {len(differing) - 1} texts more")
+    among = (_difference(tokenizer, built, text, rows) for text in _texts_with_added(tokenizer, rows))
+    difference = next(filter(None, (*differing, *among)), "")
+    return GgufVocabulary(found | ({HF_JSON: tokenizer.to_str()} if difference else {}), difference)
 
 
 def _types(tokenizer: Tokenizer, rows: int, unknown: int | None, *, bytes_apart: bool) -> list[int]:
@@ -164,31 +191,33 @@ def _adds_prefix(tokenizer: Tokenizer) -> bool:
     return _Cut(tokenizer.normalizer, tokenizer.pre_tokenizer)("a")[0].startswith(_SPACE)
 
 
-def _compare(original: Tokenizer, built: Tokenizer, rows: int) -> None:
-    """Raises VocabularyError if the tokenizers encode or decode a text otherwise."""
-    for text in _all_texts(original, rows):
-        expected, found = original.encode(text).ids, built.encode(text).ids
-        if max(expected, default=0) >= rows:
-            continue
-        if found != expected:
-            same = next((at for at, (one, other) in enumerate(zip(expected, found, strict=False)) if one != other), 0)
-            cut = [
-                [each.id_to_token(index) for index in ids[same : same + 4]]
-                for each, ids in ((original, expected), (built, found))
-            ]
-            raise VocabularyError(
-                f"a GGUF file cannot say how it cuts {text[:40]!r}: its tokens {cut[0]} would be {cut[1]}"
-            )
-        if original.decode(expected, skip_special_tokens=False) != built.decode(found, skip_special_tokens=False):
-            raise VocabularyError(f"a GGUF file cannot say how it decodes the tokens of {text[:40]!r}")
+def _difference(original: Tokenizer, built: Tokenizer, text: str, rows: int) -> str:
+    """How the tokenizers encode or decode a text otherwise; empty: they do not."""
+    expected, found = original.encode(text).ids, built.encode(text).ids
+    if max(expected, default=0) >= rows:
+        return ""
+    if found != expected:
+        same = next((at for at, (one, other) in enumerate(zip(expected, found, strict=False)) if one != other), 0)
+        cut, otherwise = (
+            [each.id_to_token(index) for index in ids[same : same + 4]]
+            for each, ids in ((original, expected), (built, found))
+        )
+        return f"{text[:40]!r} (its tokens {cut} would be {otherwise})"
+    if original.decode(expected, skip_special_tokens=False) != built.decode(found, skip_special_tokens=False):
+        return f"{text[:40]!r} (its tokens would be decoded otherwise)"
+    return ""
 
 
-def _all_texts(tokenizer: Tokenizer, rows: int) -> Iterator[str]:
-    """The texts, added tokens between words, and texts of tokens drawn from the vocabulary, alone and several together."""
+def _plain_texts(tokenizer: Tokenizer, rows: int) -> Iterator[str]:
+    """The texts, and texts of tokens drawn from the vocabulary, alone and several together."""
     yield from ("", *_TEXTS)
-    added = [each.content for index, each in tokenizer.get_added_tokens_decoder().items() if index < rows]
-    yield from (f"see {each}here, {each} and  {each}\n{each}" for each in added[:_MOST_ADDED])
     draw = random.Random(0)
     drawn = [tokenizer.decode([draw.randrange(rows)], skip_special_tokens=False) for _ in range(_WORDS)]
     yield from drawn
     yield from ("".join(drawn[first : first + 8]) for first in range(0, len(drawn), 8))
+
+
+def _texts_with_added(tokenizer: Tokenizer, rows: int) -> Iterator[str]:
+    """Added tokens between words."""
+    added = [each.content for index, each in tokenizer.get_added_tokens_decoder().items() if index < rows]
+    yield from (f"see {each}here, {each} and  {each}\n{each}" for each in added[:_MOST_ADDED])

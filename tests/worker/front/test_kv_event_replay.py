@@ -146,6 +146,39 @@ def test_what_is_no_question_is_left_alone_and_long_frames_close_their_connectio
             assert answer(good) == [2, 3]
 
 
+def test_frames_of_a_question_are_taken_a_few_in_a_turn() -> None:
+    """64 questions of 5000 frames each were one piece of work, in which other requests of the worker waited."""
+
+    class Counted:
+        """A socket that has questions of many frames, without an end."""
+
+        def __init__(self) -> None:
+            self.taken = 0
+
+        def setsockopt(self, *_: int) -> None:
+            """As it is."""
+
+        def recv(self, _: int = 0) -> bytes:
+            self.taken += 1
+            return b"client" if self.taken % 5000 == 1 else bytes(8)
+
+        @property
+        def rcvmore(self) -> bool:
+            return self.taken % 5000 > 0
+
+    server = kv_event_publisher.ReplayServer(socket := Counted(), tuple, ())
+    for turn in range(1, 100):
+        server._take_questions()
+        assert socket.taken == turn * kv_event_publisher._FRAMES
+    assert server._waiting == {b"client": 0}
+
+
+def test_a_question_of_thousands_of_frames_is_answered_if_its_last_is_one() -> None:
+    with published(3) as publisher, connected(zmq.DEALER, publisher.replay_address) as asking:
+        asking.send_multipart((*(b"",) * 5000, (2).to_bytes(8, "big")))
+        assert answer(asking) == [2, 3]
+
+
 def test_a_subscriber_that_leaves_in_the_middle_is_forgotten() -> None:
     with published(9000) as publisher:
         for _ in range(20):

@@ -216,8 +216,8 @@ _MOST_WAITING = 256
 """Subscribers whose questions wait; further questions are dropped."""
 _MOST_AT_ONCE = 8
 """Subscribers that are answered at a time."""
-_SLICE = 64
-"""Messages in a piece of work."""
+_SLICE, _FRAMES = 64, 256
+"""Messages that are sent, and frames of questions that are taken, in a piece of work."""
 _REST = 4.0
 """How long the thread rests after a piece of work, in times that it took: it has a fifth of a core at most."""
 _BLOCKED_SECONDS = 0.005
@@ -288,6 +288,8 @@ class ReplayServer:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # it would drop what a slow subscriber has no room for
         self._router, self._kept, self._topic = router, kept, topic
         self._waiting: dict[bytes, int] = {}
+        self._asking: bytes | None = None
+        """The subscriber whose message has come in part."""
         self._running: dict[bytes, Iterator[tuple[bytes, ...]]] = {}
         self._unsent: dict[bytes, tuple[bytes, ...]] = {}
         self._blocked: dict[bytes, float] = {}
@@ -317,11 +319,18 @@ class ReplayServer:
             self._stopping.wait(max(_REST * spent, 0.0 if went_on or not self._running else _BLOCKED_SECONDS))
 
     def _take_questions(self) -> None:
+        """Takes some frames: a message may have thousands of them, so its rest may have to wait for the next turn."""
         with suppress(zmq.Again):
-            for _ in range(_SLICE):
-                client, question = self._router.recv(zmq.NOBLOCK), b""
-                while self._router.rcvmore:
-                    question = self._router.recv()
+            for _ in range(_FRAMES):
+                frame = self._router.recv(zmq.NOBLOCK)
+                if self._asking is None:
+                    self._asking = client = frame
+                    question = b""
+                else:
+                    client, question = self._asking, frame
+                if self._router.rcvmore:
+                    continue
+                self._asking = None
                 if len(question) == 8 and (client in self._waiting or len(self._waiting) < _MOST_WAITING):
                     self._waiting[client] = int.from_bytes(question, "big")
 

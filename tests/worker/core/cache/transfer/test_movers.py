@@ -135,6 +135,18 @@ def test_whoever_asks_for_something_else_is_hung_up_on(served: Kept, said: bytes
     assert None not in served.read([0])
 
 
+def test_who_has_no_ticket_is_refused_all_pages_in_one_write(served: Kept) -> None:
+    """4096 writes for each stranger took the scheduler's time: other requests waited for 1.4 s."""
+    writes = []
+
+    class Connection:
+        def sendall(self, content: bytes) -> None:
+            writes.append(len(content))
+
+    tcp.send_pages(wire.Wire(Connection()), served.server._source, None, range(4096))  # type: ignore[arg-type]
+    assert writes == [4096]
+
+
 def test_strangers_who_say_nothing_are_bounded_in_number_and_time(
     served: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,16 +65,17 @@ def send_pages(wire: Wire, source: PageSource, lease: Lease | None, indices: Seq
     coming: list[int] = []
     for index in indices:
         if lease is not None and source.is_coming(lease, index):
-            wire.send(LATER)
+            wire.put(LATER)
             coming.append(index)
             continue
         if lease is None or not source.has(lease, index):
-            wire.send(NO)
+            wire.put(NO)
             continue
         record = source.record(lease, index)
         wire.send(YES + source.header(record, lease, index))
         wire.send(record[HEADER_BYTES:])
-        wire.send(YES if source.ends(lease, index) else NO)
+        wire.put(YES if source.ends(lease, index) else NO)
+    wire.flush()
     if lease is not None and coming:
         for index in send_parts(wire, source, lease, coming, content=True):
             wire.send(YES if source.ends(lease, index) else NO)

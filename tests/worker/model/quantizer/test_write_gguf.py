@@ -165,6 +165,25 @@ def test_blocks_are_those_of_the_library(kind, tied, tiny_model, make_runner, ma
     assert (kept - theirs).norm() < 0.02 * theirs.norm()
 
 
+def test_of_a_model_that_reads_pictures_the_language_part_is_written(tiny_model, make_runner, make_driver, tmp_path):
+    tiny = tiny_model("gemma3", query_pre_attn_scalar=16)
+    source = shutil.copytree(tiny.path, tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    wrapped = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    wrapped["vision_tower.patches.weight"] = torch.ones(3, 3)
+    save_file(wrapped, source / "model.safetensors", {"format": "pt"})
+    inner = json.loads((source / "config.json").read_text())
+    outer = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": inner,
+        "vision_config": {"hidden_size": 3},
+    }
+    (source / "config.json").write_text(json.dumps(outer))
+    ours = logits(make_runner, make_driver, write(source, tmp_path / "model.gguf"))
+    theirs = tiny.logits(TOKENS)
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
 def test_rows_without_whole_blocks_are_float16_and_named(tiny_model, tmp_path):
     source = tiny_model("llama", hidden_size=64, intermediate_size=80, num_attention_heads=4).path
     wide = write_gguf(source, tmp_path / "model.gguf", "q4_0", "tiny", {}, unreported)

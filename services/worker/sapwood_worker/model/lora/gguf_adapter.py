@@ -8,11 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
-from sapwood_worker.model.checkpoint.gguf_source import canonical, read_tensor
+from sapwood_worker.model.checkpoint.gguf_source import canonical, halves, is_rotated, read_tensor
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.lora.adapter import Adapter, Limits, Pair, assert_finite, refused
@@ -77,17 +76,11 @@ def _read(path: Path, file: GgufFile, limits: Limits, family: ModelFamily, confi
             raise refused(
                 path, f"tensor {names[1]} of {module} has rank {b.shape[1]}, {names[0]} has rank {a.shape[0]}"
             )
-        if family.gguf_interleaves and module.endswith((".q_proj", ".k_proj")):
+        if family.gguf_interleaves and is_rotated(f"{module}."):
             if b.shape[0] % config.head_dim:
                 raise refused(path, f"tensor {names[1]} of {module} has {b.shape[0]} rows, which are no whole heads")
-            b = _halves(b, config.head_dim)
+            b = halves(b, config.head_dim)
         # As llama.cpp has it: an alpha of 0 is a factor of 1.
         pair = pairs[module] = Pair(a, b, float(alpha) / a.shape[0] if alpha else 1.0, (names[0], names[1]))
         assert_finite(path, module, pair)
     return Adapter(str(path), hashed.digest(), pairs)
-
-
-def _halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of pairs that lie side by side, [heads, D / 2, 2, ...], as first halves, then second halves."""
-    pairs = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)

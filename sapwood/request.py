@@ -87,15 +87,26 @@ def build_request(
         request.text = text
     elif messages is not None:
         request.messages.CopyFrom(
-            router_pb2.ChatMessages(messages=[_message(turn) for turn in _list("messages", messages)])
+            router_pb2.ChatMessages(
+                messages=[
+                    _message(turn, f"messages[{index}]") for index, turn in enumerate(_list("messages", messages))
+                ]
+            )
         )
     else:
         request.tokens.CopyFrom(_made(common_pb2.TokenIds, "token_ids", ids=token_ids))
     return request
 
 
-def _made(cls: type[MessageT], option: str | None = None, /, **given: Any) -> MessageT:
-    """A message. Raises TypeError or ValueError that names the option that is wrong, which is a field's name unless given."""
+def _made(cls: type[MessageT], option: str | None = None, within: str = "", /, **given: Any) -> MessageT:
+    """A message. Raises TypeError or ValueError that names the option that is wrong, which is a field's name unless given.
+
+    Args:
+        cls: The message's class.
+        option: The option that all fields are part of.
+        within: What stands before a field's name, such as ``messages[0].``.
+        given: The fields.
+    """
     try:
         return cls(**given)
     except (TypeError, ValueError):
@@ -104,7 +115,9 @@ def _made(cls: type[MessageT], option: str | None = None, /, **given: Any) -> Me
                 cls(**{name: value})
             except (TypeError, ValueError) as error:
                 kind = _kind(cls.DESCRIPTOR.fields_by_name[name])
-                raise type(error)(f"{option or name}: {value!r:.60} cannot be its value; it takes {kind}") from None
+                raise type(error)(
+                    f"{option or within + name}: {value!r:.60} cannot be its value; it takes {kind}"
+                ) from None
         raise
 
 
@@ -118,8 +131,8 @@ def _kind(field: Any) -> str:
 
 
 _KINDS = {
-    FieldDescriptor.CPPTYPE_INT32: "an integer",
-    FieldDescriptor.CPPTYPE_INT64: "an integer",
+    FieldDescriptor.CPPTYPE_INT32: "an integer from -2^31 to 2^31 - 1",
+    FieldDescriptor.CPPTYPE_INT64: "an integer from -2^63 to 2^63 - 1",
     FieldDescriptor.CPPTYPE_UINT32: "an integer from 0 to 2^32 - 1",
     FieldDescriptor.CPPTYPE_UINT64: "an integer from 0 to 2^64 - 1",
     FieldDescriptor.CPPTYPE_FLOAT: "a number",
@@ -129,10 +142,10 @@ _KINDS = {
 }
 
 
-def _list(option: str, value: Any) -> list[Any]:
-    """A list of an option's items. Raises TypeError that names the option."""
+def _list(option: str, value: Any, instead: str = "") -> list[Any]:
+    """A list of an option's items. Raises TypeError that names the option and what it takes, ``instead`` of a list too."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise TypeError(f"{option}: {value!r:.60} cannot be its value; it takes a list")
+        raise TypeError(f"{option}: {value!r:.60} cannot be its value; it takes {instead}a list")
     return list(value)
 
 
@@ -163,58 +176,103 @@ def _grammar(options: Options) -> common_pb2.Grammar | None:
         raise ValueError(f"give only one of {' and '.join(named)}")
     if not named:
         return None
-    return common_pb2.Grammar(
-        json_schema=_json(schema), regex=options.get("regex"), ebnf=options.get("ebnf"), structural_tag=_json(tag)
+    return _made(
+        common_pb2.Grammar,
+        json_schema=_json("json_schema", schema),
+        regex=options.get("regex"),
+        ebnf=options.get("ebnf"),
+        structural_tag=_json("structural_tag", tag),
     )
 
 
-def _json(value: Mapping[str, Any] | str | None) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _json(option: str, value: Mapping[str, Any] | str | None) -> str | None:
+    """An option's value as JSON. Raises TypeError that names the option."""
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise TypeError(f"{option}: {error}; it takes JSON, as a text or as a dictionary") from None
 
 
-def _message(turn: Mapping[str, Any]) -> common_pb2.ChatMessage:
-    """A turn; calls of tools may be in this package's form or in that of OpenAI's API. Raises TypeError, ValueError."""
+def _message(turn: Mapping[str, Any], where: str) -> common_pb2.ChatMessage:
+    """A turn; calls of tools may be in this package's form or in that of OpenAI's API.
+
+    Raises:
+        TypeError: A value is of another type than its field.
+        ValueError: A field is missing.
+
+    Each error names the field, after ``where``.
+    """
     if not isinstance(turn, Mapping):
-        raise TypeError(f"messages are mappings with role and content; {turn!r:.40} is none")
+        raise TypeError(f"{where}: messages are mappings with role and content; {turn!r:.40} is none")
     if "role" not in turn:
-        raise ValueError("a message has no role")
+        raise ValueError(f"{where}.role is required")
     content, items = turn.get("content"), []
+    if content is None and turn["role"] != "assistant":
+        raise ValueError(f"{where}.content is required")
     if content is not None and not isinstance(content, str):
-        items = [_part(part) for part in content]
+        items = [
+            _part(part, f"{where}.content[{n}]")
+            for n, part in enumerate(_list(f"{where}.content", content, "a text or "))
+        ]
         content = "\n".join(item.text for item in items if item.HasField("text"))
     pictured = any(item.HasField("picture") for item in items)
-    return common_pb2.ChatMessage(
+    calls = _list(f"{where}.tool_calls", turn.get("tool_calls") or ())
+    return _made(
+        common_pb2.ChatMessage,
+        None,
+        f"{where}.",
         role=turn["role"],
         content=content,
         parts=[item.text for item in items if item.HasField("text")] if len(items) > 1 else (),
         items=items if pictured else (),
         name=turn.get("name"),
-        tool_calls=[_call(call) for call in turn.get("tool_calls") or ()],
+        tool_calls=[_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)],
         tool_call_id=turn.get("tool_call_id"),
         reasoning=turn.get("reasoning"),
     )
 
 
-def _part(part: Mapping[str, Any]) -> common_pb2.ContentPart:
+def _part(part: Mapping[str, Any], where: str) -> common_pb2.ContentPart:
     """A part of content: in OpenAI's form, or ``{"type": "image", "image": ...}`` with a file's bytes, its path, or a URL; videos
-    likewise."""
-    kind = part.get("type")
+    likewise. Raises TypeError, ValueError that name the field, after ``where``; OSError if the file cannot be read."""
+    kind = _value(part, "type", where)
     if kind == "text":
-        return common_pb2.ContentPart(text=part["text"])
+        return _made(common_pb2.ContentPart, None, f"{where}.", text=_value(part, "text", where))
     if kind in ("image_url", "video_url"):
-        given = part[kind]
-        url, detail = (given, "") if isinstance(given, str) else (given["url"], given.get("detail") or "")
+        given = _value(part, kind, where)
+        within = f"{where}.{kind}"
+        url, detail = (
+            (given, "") if isinstance(given, str) else (_value(given, "url", within), given.get("detail") or "")
+        )
         video = kind == "video_url"
-        return common_pb2.ContentPart(picture=common_pb2.PictureSource(url=url, detail=detail, video=video))
+        source = _made(common_pb2.PictureSource, None, f"{within}.", url=url, detail=detail, video=video)
+        return common_pb2.ContentPart(picture=source)
     if kind in ("image", "video"):
-        image, video = part[kind], kind == "video"
+        image, video = _value(part, kind, where), kind == "video"
         if isinstance(image, str) and image.partition(":")[0] in ("data", "http", "https"):
             return common_pb2.ContentPart(picture=common_pb2.PictureSource(url=image, video=video))
+        if not isinstance(image, bytes | str | Path):
+            raise TypeError(f"{where}.{kind}: {image!r:.60} cannot be its value; it takes bytes, a path or a URL")
         data = image if isinstance(image, bytes) else Path(image).read_bytes()
         return common_pb2.ContentPart(picture=common_pb2.PictureSource(data=data, video=video))
-    raise ValueError(f"content of type {kind!r:.40}: parts are text, image_url, video_url, image and video")
+    raise ValueError(f"{where}.type: {kind!r:.40} is none of text, image_url, video_url, image and video")
 
 
-def _call(call: Mapping[str, Any]) -> common_pb2.ToolCall:
-    function = call.get("function", call)
-    return common_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
+def _call(call: Mapping[str, Any], where: str) -> common_pb2.ToolCall:
+    """A call of a tool. Raises TypeError, ValueError that name the field, after ``where``."""
+    number = _value(call, "id", where)
+    if "function" in call:
+        call, where = call["function"], f"{where}.function"
+    name, arguments = _value(call, "name", where), _value(call, "arguments", where)
+    return _made(common_pb2.ToolCall, None, f"{where}.", id=number, name=name, arguments=arguments)
+
+
+def _value(given: Mapping[str, Any], name: str, where: str) -> Any:
+    """A field that must be there. Raises TypeError, ValueError that name it, after ``where``."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{where}: {given!r:.60} cannot be its value; it takes a dictionary with {name}")
+    if name not in given:
+        raise ValueError(f"{where}.{name} is required")
+    return given[name]

@@ -114,7 +114,7 @@ def test_what_is_no_message_is_refused_before_it_is_sent(router: Any) -> None:
     with Client(router.address) as client:
         with pytest.raises(TypeError, match=r"^messages: .* it takes a list"):
             client.generate(messages=text)
-        with pytest.raises(ValueError, match="no role"):
+        with pytest.raises(ValueError, match=r"messages\[0\].role is required"):
             client.generate(messages=[{"content": "How warm is it?"}])
     assert router.requests == []
 

@@ -486,6 +486,44 @@ CALLS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"text": None, "messages": "hi"}, "messages: 'hi' cannot be its value; it takes a list"),
     ({"text": None, "token_ids": ["x"]}, "token_ids: ['x'] cannot be its value; it takes a list, each item an integer"),
     ({"text": None, "token_ids": [-1]}, "token_ids: [-1] cannot be its value; it takes a list, each item an integer"),
+    (
+        {"max_tokens": 2**40},
+        "max_tokens: 1099511627776 cannot be its value; it takes an integer from -2^31 to 2^31 - 1",
+    ),
+    ({"regex": 5}, "regex: 5 cannot be its value; it takes a text"),
+    ({"ebnf": ["a"]}, "ebnf: ['a'] cannot be its value; it takes a text"),
+    ({"json_schema": {"enum": {1, 2}}}, "json_schema: Object of type set is not JSON serializable; it takes JSON"),
+)
+TURNS: tuple[tuple[Any, str], ...] = (
+    (5, "messages[1]: messages are mappings with role and content; 5 is none"),
+    ({"content": "hi"}, "messages[1].role is required"),
+    ({"role": "user", "contnt": "hi"}, "messages[1].content is required"),
+    ({"role": 5, "content": "hi"}, "messages[1].role: 5 cannot be its value; it takes a text"),
+    ({"role": "user", "content": 5}, "messages[1].content: 5 cannot be its value; it takes a text or a list"),
+    (
+        {"role": "user", "content": ["hi"]},
+        "messages[1].content[0]: 'hi' cannot be its value; it takes a dictionary with type",
+    ),
+    ({"role": "user", "content": [{"text": "hi"}]}, "messages[1].content[0].type is required"),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text is required"),
+    ({"role": "user", "content": [{"type": "txt"}]}, "messages[1].content[0].type: 'txt' is none of text, image_url"),
+    (
+        {"role": "user", "content": [{"type": "image", "image": 5}]},
+        "messages[1].content[0].image: 5 cannot be its value",
+    ),
+    (
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+        "messages[1].content[0].image_url.url is required",
+    ),
+    ({"role": "assistant", "tool_calls": 5}, "messages[1].tool_calls: 5 cannot be its value; it takes a list"),
+    (
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": {}}]},
+        "messages[1].tool_calls[0].function.name is required",
+    ),
+    (
+        {"role": "tool", "content": "4", "tool_call_id": 5},
+        "messages[1].tool_call_id: 5 cannot be its value; it takes a text",
+    ),
 )
 
 
@@ -493,6 +531,13 @@ CALLS: tuple[tuple[dict[str, Any], str], ...] = (
 def test_a_wrong_call_of_the_python_client_names_the_option(options: dict[str, Any], said: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises((TypeError, ValueError)) as raised:
         client.generate(**{"text": "hi", **options})
+    assert str(raised.value).startswith(said)
+
+
+@pytest.mark.parametrize(("turn", "said"), TURNS, ids=[str(turn) for turn, _ in TURNS])
+def test_a_wrong_message_of_the_python_client_names_the_field(turn: Any, said: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises((TypeError, ValueError)) as raised:
+        client.generate(messages=[{"role": "user", "content": "hi"}, turn])
     assert str(raised.value).startswith(said)
 
 

@@ -92,6 +92,12 @@ def test_a_source_that_cannot_be_compiled_is_refused_with_its_file() -> None:
         ChatTemplate("ok\n{% endfor %}", {}, "x.jinja")
     with pytest.raises(ConfigError, match=r"x\.jinja"):
         ChatTemplate("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", {}, "x.jinja")
+    for branches in (
+        4000,
+        10_000,
+    ):  # Python's compiler says of some RecursionError, and of more MemoryError without a word
+        with pytest.raises(ConfigError, match=r"x\.jinja: the chat template cannot be compiled: \w"):
+            ChatTemplate("{% if a %}x" + "{% elif a %}y" * branches + "{% endif %}", {}, "x.jinja")
 
 
 def test_the_demo_models_template_takes_messages_without_content(demo: LoadedTokenizer) -> None:

@@ -175,7 +175,8 @@ class ChatTemplate:
                 f"{origin}: the chat template is wrong at line {error.lineno}: {error.message}"
             ) from error
         except (RecursionError, SyntaxError, MemoryError) as error:  # Jinja's own parser lets these through
-            raise ConfigError(f"{origin}: the chat template cannot be compiled: {error}") from error
+            said = str(error) or "it is too large"
+            raise ConfigError(f"{origin}: the chat template cannot be compiled: {said}") from error
         self.variables = sorted(names.difference(_GIVEN, special_tokens))[:_MOST_VARIABLES]
         self._special_tokens = special_tokens
 

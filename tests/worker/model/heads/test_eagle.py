@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -323,3 +324,27 @@ def test_a_checkpoint_that_is_none_for_this_model_is_refused(
     path = write(tmp_path / "head", tensors, **changes)
     with pytest.raises(ConfigError, match=said):
         make_worker_runner(WorkerConfig(model=str(tiny_model("llama").path), speculate=f"eagle:{path}", num_pages=64))
+
+
+class Runs:
+    """A pickle of it calls a function of its reader's."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._trace,)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch"])
+def test_a_head_that_is_a_pickle_runs_nothing(tiny_model: Any, tmp_path: Path, kind: str) -> None:
+    path, trace = write(tmp_path / "head", random_tensors()), tmp_path / "trace"
+    (path / "model.safetensors").unlink()
+    file = path / "pytorch_model.bin"
+    if kind == "pickle":
+        file.write_bytes(pickle.dumps({"fc.weight": Runs(trace)}))
+    else:
+        torch.save({"fc.weight": Runs(trace)}, file)
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin: "):
+        make_worker_runner(WorkerConfig(model=str(tiny_model("llama").path), speculate=f"eagle:{path}", num_pages=64))
+    assert not trace.exists()

@@ -132,7 +132,10 @@ def test_a_checkpoint_of_the_same_type_is_written_to_the_bit(
 
 @pytest.mark.parametrize("kind", [kind for kind in GGUF_TYPES if kind.startswith("q")])
 @pytest.mark.parametrize("tied", [False, True])
-def test_blocks_are_those_of_the_library(kind, tied, tiny_model, make_runner, make_driver, tmp_path):
+def test_blocks_are_those_of_the_library(kind, tied, tiny_model, make_runner, make_driver, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "sapwood_worker.model.quantizer.write_gguf._PART", 640
+    )  # the last part of a matrix is a smaller one
     tiny = tiny_model("qwen2", **WIDE, tie_word_embeddings=tied)
     path = write(tiny.path, tmp_path / "model.gguf", kind)
     reader = gguf.GGUFReader(path)

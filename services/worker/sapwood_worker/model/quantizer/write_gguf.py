@@ -56,6 +56,8 @@ GGUF_TYPES: Mapping[str, Any] = {
 _FOUR_OR_FIVE_BITS = ("q5_1", "q5_0", "q4_1", "q4_0")
 _LARGEST_HALF = 65_504.0
 _MATRIX = 2
+_PART = 1 << 22
+"""Numbers that are rounded at a time."""
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _BLOCK_FORMAT_VERSION = 2
 _CLOSE = 1e-6
@@ -131,7 +133,8 @@ def write_gguf(
         file.seek(0, 2)
         for tensor in planned.values():
             file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
-            file.write(model.read(tensor).data)
+            for part in model.read(tensor):
+                file.write(part.data)
             done += tensor.bytes
             progress("writing", done, total)
         file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
@@ -200,24 +203,26 @@ class _Checkpoint:
         per_block, _ = gguf.GGML_QUANT_SIZES[asked]
         return _Type.F16 if tensor.shape[-1] % per_block else asked
 
-    def read(self, planned: _Planned) -> npt.NDArray[Any]:
-        """A tensor's bytes."""
+    def read(self, planned: _Planned) -> Iterator[npt.NDArray[Any]]:
+        """A tensor's bytes, in parts."""
         if planned.ours is None:
-            return np.array(self._divisors, np.float32)
+            yield np.array(self._divisors, np.float32)
+            return
         values = torch.empty(planned.shape, dtype=torch.float32)
         self._source.read_into(planned.ours, WeightSlot(values))
         if planned.ours.endswith("norm.weight"):
             values += self.config.norm_offset  # these files hold the factor itself
         if self._family.gguf_interleaves and is_rotated(planned.ours):
             values = neighbours(values, self.config.head_dim)
-        largest = float(values.abs().max()) if values.numel() else 0.0
+        largest = float(torch.stack(torch.aminmax(values)).abs().max()) if values.numel() else 0.0
         fits = largest <= _LARGEST_HALF if planned.kind not in (_Type.F32, _Type.BF16) else math.isfinite(largest)
         if not fits:
             raise ConfigError(
                 f"{self._source.where(planned.ours)}: tensor {planned.ours} holds {largest}, which {planned.kind.name} cannot"
             )
-        packed: npt.NDArray[Any] = gguf.quantize(values.numpy(), planned.kind)
-        return np.ascontiguousarray(packed)
+        step = max(_PART // max(values[:1].numel(), 1), 1)
+        for start in range(0, len(values), step):
+            yield np.ascontiguousarray(gguf.quantize(values[start : start + step].numpy(), planned.kind))
 
     def _rope_divisors(self) -> tuple[float, ...] | None:
         rope = next((each for each in self.config.ropes if each is not None), None)

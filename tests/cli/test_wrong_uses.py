@@ -361,7 +361,7 @@ WRONG = (
     ),
     (
         "up --router-tls-cert cert.pem --router-tls-key cert.pem",
-        "one of them holds no PEM: -----BEGIN CERTIFICATE----- in the first, -----BEGIN PRIVATE KEY----- in the second",
+        "one holds no PEM: -----BEGIN CERTIFICATE----- in the first, -----BEGIN ... PRIVATE KEY----- in the second",
     ),
     ("up --host localhost:8000", "is no address of this machine: an address stands there without scheme and port"),
     ("up --host http://0.0.0.0", "is no address of this machine: an address stands there without scheme and port"),

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE_IMAGE = "python:3.12.12-slim-bookworm"
+SECRETS = (r"-----BEGIN [A-Z ]*PRIVATE KEY", r"(^|[^A-Za-z0-9])(sk-|ghp_|AKIA)[A-Za-z0-9]{16,}")
+"""What secrets look like."""
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -38,7 +40,7 @@ def test_images_hold_what_they_need_and_no_more(engine, image_sizes) -> None:
 
 
 def test_images_hold_no_secrets_and_say_what_they_are(engine, image_sizes) -> None:
-    patterns = "-e '-----BEGIN [A-Z ]*PRIVATE KEY' -e '(^|[^A-Za-z0-9])(sk-|ghp_|AKIA)[A-Za-z0-9]{16,}'"
+    patterns = " ".join(f"-e '{pattern}'" for pattern in SECRETS)
     look = f"grep -rIlE {patterns} /opt /etc /root /home || true"
     files = "ls -A /run/secrets /root/.cache /root/.netrc /etc/pip.conf /root/.config 2>/dev/null; true"
     for name in image_sizes:

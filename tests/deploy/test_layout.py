@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.containers.test_build import SECRETS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,3 +26,11 @@ def test_files_that_the_page_for_developers_names_exist() -> None:
     folders = ("services", "sapwood", "sapwood_testing", "kernels", "protos", "tests")
     known = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in known)} == set()
+
+
+def test_no_source_looks_like_a_secret() -> None:
+    """The images' test looks for secrets with the same words."""
+    files = [path for folder in ("services", "sapwood", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 500
+    found = [path.name for path in files for secret in SECRETS if re.search(secret, path.read_text(encoding="utf-8"))]
+    assert found == []

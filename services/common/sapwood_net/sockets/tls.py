@@ -64,7 +64,7 @@ def server_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> S
     except (OSError, ssl.SSLError) as error:
         said = error.strerror or str(error)
         if isinstance(error, ssl.SSLError) and "PEM lib" in said:  # OpenSSL's word for a file with none of it
-            said = "one of them holds no PEM: -----BEGIN CERTIFICATE----- in the first, -----BEGIN PRIVATE KEY----- in the second"
+            said = "one holds no PEM: -----BEGIN CERTIFICATE----- in the first, -----BEGIN ... PRIVATE KEY----- in the second"
         raise ConfigError(f"--tls-cert {cert}, --tls-key {key}: {said}") from None
     return tls
 

@@ -29,10 +29,12 @@ def set_default_backend(backend: Backend) -> None:
 
 
 def backend_or_default(backend: Backend | None) -> Backend:
-    """The backend that is meant. Raises ValueError if there is none."""
+    """The backend that is meant. Raises ValueError if there is none, and TypeError for what is no backend."""
     found = backend or global_config.default_backend
     if found is None:
         raise ValueError("give a backend, or set_default_backend(...) first")
+    if not isinstance(found, Backend):
+        raise TypeError(f"a backend is an object such as Sapwood('host:port'), not {found!r:.60}")
     return found
 
 

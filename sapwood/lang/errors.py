@@ -17,7 +17,7 @@ class ProgramError(Exception):
     """
 
     def __init__(self, node: str, line: str, reason: str) -> None:
-        super().__init__(f"{node} at {line}: {reason}")
+        super().__init__(f"{node} at {line}: {reason}" if line else f"{node}: {reason}")
         self.node = node
         self.line = line
         self.reason = reason
@@ -27,8 +27,11 @@ class UnsupportedError(ProgramError):
     """The backend cannot do this."""
 
 
-class UntraceableError(Exception):
-    """The program looks at a value that there is none of yet: its trace ends here."""
+class UntraceableError(BaseException):
+    """The program looks at a value that there is none of yet: its trace ends here.
+
+    It is no Exception: a program that tries again after any Exception would be traced for ever.
+    """
 
 
 def line_of(error: BaseException) -> str:

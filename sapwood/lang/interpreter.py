@@ -185,6 +185,10 @@ class Interpreter:
         await self._until(lambda: not self.pending(name))
         return self.variables[name]
 
+    async def reached(self, name: str | None = None) -> None:
+        """Returns once the run has ended, or a variable is there before. Raises the state's error."""
+        await self._until(lambda: self._ended or (name in self.variables and not self.pending(str(name))))
+
     async def drained(self) -> None:
         """Returns once all nodes so far are done. Raises the state's error."""
         await self._until(lambda: self.idle)

@@ -38,8 +38,9 @@ class Sampling(TypedDict, total=False):
         token_healing: Whether the last tokens before the answer are taken back where a longer token could begin with their text:
             for texts that end within a word or a mark, without a grammar.
         ignore_eos: Whether generation continues past the model's own end.
-        return_logprob: Whether the node's metadata has the log probability of each token.
-        top_logprobs_num: How many alternatives to each token it has.
+        return_logprob: Whether the node's metadata has ``output_token_logprobs``: for each token its log probability, its id and
+            its text, each None where the backend does not say it.
+        top_logprobs_num: How many likely tokens in place of each ``output_top_logprobs`` has, in the same form.
         logprob_start_len, return_text_in_logprobs: Of SGLang's API; backends that speak it take them.
         regex, json_schema, ebnf, structural_tag: What the text must match. A schema is a mapping, JSON text, or a class with
             ``model_json_schema`` (pydantic).
@@ -350,13 +351,19 @@ def gen(
         options: The fields of :class:`Sampling`. None is as if it was not there.
 
     Raises:
-        ValueError: There is no such option, a ``regex`` is none, or there is more than one grammar.
+        ValueError: There is no such option, a ``regex`` is none, or what the answer may be is said twice.
     """
-    if choices is not None:
-        return select(name, choices, choices_method=choices_method or token_length_normalized)
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    if not isinstance(name, str | Expression | None):
-        raise ValueError(f"the name of a gen is a text, not {name!r:.60}")
+    if choices is not None:
+        other = ["dtype"] if dtype is not None else [key for key in (*GRAMMARS, "n") if key in given]
+        if other:
+            raise ValueError(f"give only one of choices and {other[0]}")
+        check_options(given)
+        method = choices_method or token_length_normalized
+        return select(name, choices, given.get("temperature", 0.0), choices_method=method)
+    if choices_method is not None:
+        raise ValueError("choices_method says how one of choices is chosen: there are no choices")
+    _check_name("gen", name)
     if not isinstance(max_tokens, SupportsIndex | Expression | None):
         raise ValueError(f"max_tokens is a whole number, not {max_tokens!r:.60}")
     if max_tokens is not None:
@@ -366,6 +373,8 @@ def gen(
         found = getattr(dtype, "__name__", str(dtype))
         if found not in _TYPES:
             raise ValueError(f"dtype is one of {', '.join(_TYPES)}, not {found!r}")
+        if "regex" in given:
+            raise ValueError("give only one of dtype and regex")
         given["regex"], stops = _TYPES[found]
         if stops:
             stop = given.get("stop", ())
@@ -383,11 +392,16 @@ _TYPES: dict[str, tuple[str, tuple[str, ...]]] = {
 VALUES: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
-    "str": json.loads,
+    "str": lambda text: json.loads(text, strict=False),  # it may have line breaks
     "bool": lambda text: text == "True",
     "json": json.loads,
 }
 """What an answer of each kind says; raises ValueError if it is cut off."""
+
+
+def _check_name(what: str, name: Any) -> None:
+    if not isinstance(name, str | Expression | None):
+        raise ValueError(f"the name of a {what} is a text, not {name!r:.60}")
 
 
 def check_options(given: Mapping[str, Any]) -> None:
@@ -439,12 +453,15 @@ def select(
         choices_method: One of :mod:`sapwood.lang.choices`. Of equally likely ones the first is chosen.
 
     Raises:
-        ValueError: A choice is missing or empty, or the temperature is not 0.
+        ValueError: A choice is missing or empty, the temperature is not 0, or there is no such method.
     """
+    _check_name("select", name)
     if not choices or isinstance(choices, str) or not all(isinstance(each, str) and each for each in choices):
         raise ValueError("select needs a list of choices, each a text that is not empty")
     if temperature > 1e-5:
         raise ValueError("select takes the likeliest choice: its temperature is 0")
+    if not isinstance(choices_method, ChoicesMethod):
+        raise ValueError(f"choices_method is one of sapwood.lang.choices, not {choices_method!r:.60}")
     return Select(name, tuple(choices), choices_method)
 
 

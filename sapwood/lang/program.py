@@ -95,7 +95,8 @@ class Program:
         state = self._state(backend, loop, defaults, streams=stream)
         if stream:
             asyncio.run_coroutine_threadsafe(self._run_quietly(state, given), loop)
-        elif self._is_async:
+            return State(state._executor, outside=True)
+        if self._is_async:
             backend.loop.wait(self._run(state, given))
         else:
             self._run_here(state, given, backend)
@@ -117,8 +118,9 @@ class Program:
         given, defaults = self._split(args, arguments)
         loop = asyncio.get_running_loop()
         state = self._state(backend_or_default(backend), loop, defaults, streams=True)
-        state._task = loop.create_task(self._run_quietly(state, given))  # type: ignore[attr-defined]
-        return state
+        outside = State(state._executor, outside=True)
+        outside._task = loop.create_task(self._run_quietly(state, given))  # type: ignore[attr-defined]
+        return outside
 
     def __call__(self, *args: Any, **arguments: Any) -> State:
         return self.run(*args, **arguments)
@@ -154,7 +156,7 @@ class Program:
 
         Raises:
             ProgramError: A row failed; the message says which.
-            UnsupportedError: The backend cannot do what the trace shows; no row was run.
+            UnsupportedError: The backend cannot do what a trace shows before the first node that a run decides; no row ran.
             ValueError: An option is wrong, or the journal is of another program or of other rows.
         """
         backend = backend_or_default(backend)
@@ -285,7 +287,9 @@ class Program:
                 run.returned = await _in_thread(lambda: self.func(state, **given))
             await run.finish()
         except BaseException as error:
-            if isinstance(error, Exception) and not isinstance(error, ProgramError):
+            if isinstance(error, ProgramError):
+                run.error = run.error or error  # it may be a fork's
+            elif isinstance(error, Exception):
                 run.fail("program", error)
             await run.cancel()
             raise

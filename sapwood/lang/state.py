@@ -10,7 +10,7 @@ import asyncio
 import operator
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, Self, overload
+from typing import Any, Protocol, Self, SupportsIndex, overload
 
 from sapwood.lang.errors import ProgramError
 from sapwood.lang.interpreter import Interpreter, Record
@@ -49,10 +49,12 @@ class State:
 
     Args:
         executor: Does its nodes.
+        outside: Whether it is for who has begun a stream, not for the program: reading waits for what the program has yet to say.
     """
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: Any, *, outside: bool = False) -> None:
         self._executor: Any = executor
+        self._outside = outside
 
     def __iadd__(self, other: str | Expression) -> Self:
         if other is None:
@@ -103,9 +105,11 @@ class State:
             ValueError: ``size`` is below 1.
             TypeError: It is no whole number.
         """
-        if size < 1:
-            raise ValueError(f"a fork has at least one state, not {size}")
-        return Forks([State(each) for each in self._executor.fork(operator.index(size))], self)
+        if not isinstance(size, SupportsIndex):
+            raise TypeError(f"a fork has a whole number of states, not {size!r:.60} ({where()})")
+        if (count := operator.index(size)) < 1:
+            raise ValueError(f"a fork has at least one state, not {count} ({where()})")
+        return Forks([State(each) for each in self._executor.fork(count)], self)
 
     @contextmanager
     def copy(self) -> Iterator[State]:
@@ -118,7 +122,7 @@ class State:
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self._wait(lambda: self._executor.get(name), not self._pending(name))
+            return self._wait(lambda: self._get(name), not self._pending(name))
         except KeyError:
             raise KeyError(f"no variable {name!r} ({where()})") from None
 
@@ -139,7 +143,7 @@ class State:
 
     async def get(self, name: str) -> Any:
         """``s[name]`` for ``async def`` programs."""
-        return await self._here(lambda: self._executor.get(name))
+        return await self._here(lambda: self._get(name))
 
     def value(self, name: str) -> Any:
         """A variable as what it says: a number for ``gen_int`` and ``gen_float``, JSON for a schema; else the text.
@@ -172,11 +176,11 @@ class State:
 
     def sync(self) -> None:
         """Waits until all so far is done."""
-        self._wait(self._executor.drained, self._drained())
+        self._wait(self._done, self._drained())
 
     async def done(self) -> None:
         """:meth:`sync` for ``async def`` programs."""
-        await self._here(self._executor.drained)
+        await self._here(self._done)
 
     def error(self) -> ProgramError | None:
         """Why it ended early; None if it did not. Waits as :meth:`sync` does, and does not raise."""
@@ -252,11 +256,21 @@ class State:
         self._executor.submit(*whole)
         return whole
 
+    async def _get(self, name: str) -> Any:
+        if self._outside:
+            await self._executor.reached(name)
+        return await self._executor.get(name)
+
+    async def _done(self) -> None:
+        if self._outside:
+            await self._executor.reached()
+        await self._executor.drained()
+
     def _drained(self) -> bool:
-        return bool(self._executor.idle)
+        return bool(self._executor.idle) and not self._outside
 
     def _pending(self, name: str) -> bool:
-        return bool(self._executor.pending(name))
+        return bool(self._executor.pending(name)) or (self._outside and name not in self._executor.variables)
 
     def _wait(self, work: Callable[[], Coroutine[Any, Any, Any]], ready: bool) -> Any:
         """What ``work`` gives. On the program's own event loop it must be ready."""
@@ -354,7 +368,7 @@ class Forks(Sequence[State]):
             ValueError: There is no such mode.
         """
         if mode not in ("gather_variable", "concate_and_append"):
-            raise ValueError(f"join: mode is gather_variable or concate_and_append, not {mode!r}")
+            raise ValueError(f"join: mode is gather_variable or concate_and_append, not {mode!r} ({where()})")
         children = tuple(state._executor for state in self._states)
         self._source._executor.submit(Join(children, mode == "concate_and_append"))
 

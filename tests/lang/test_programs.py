@@ -7,11 +7,13 @@ import dataclasses
 import json
 import re
 import threading
+import time
 from typing import Any
 
 import pytest
 
 import sapwood.lang as sl
+from sapwood.lang.backends.base import Generated, Usage
 from sapwood.lang.nodes import VALUES, Gen
 
 
@@ -218,6 +220,14 @@ def test_a_chain_of_forks_may_be_longer_than_a_stack_is_deep(backend: Any) -> No
         (lambda: sl.gen("a", choices="yes"), "needs a list of choices"),
         (lambda: sl.select("a", ["b", ""]), "not empty"),
         (lambda: sl.select("a", ["b"], temperature=0.5), "temperature is 0"),
+        (lambda: sl.gen("a", choices=["b"], temperature=0.5), "temperature is 0"),
+        (lambda: sl.gen("a", choices=["b"], dtype=int), "only one of choices and dtype"),
+        (lambda: sl.gen("a", choices=["b"], regex="c"), "only one of choices and regex"),
+        (lambda: sl.gen("a", choices=["b"], temprature=0), "no option 'temprature'"),
+        (lambda: sl.gen("a", choices_method=sl.greedy_token_selection), "there are no choices"),
+        (lambda: sl.gen("a", dtype=int, regex="[0-9]{2}"), "only one of dtype and regex"),
+        (lambda: sl.select(5, ["b"]), "the name of a select is a text, not 5"),
+        (lambda: sl.select("a", ["b"], choices_method="greedy_token_selection"), "choices_method is one of"),
         (lambda: sl.separate_reasoning("text"), "a gen with a name"),
     ],
 )
@@ -356,7 +366,7 @@ def test_forks_are_refused_where_they_make_no_sense(backend: Any) -> None:
     def program(s: sl.State) -> None:
         with pytest.raises(ValueError, match="at least one state"):
             s.fork(0)
-        with pytest.raises(TypeError, match="float"):
+        with pytest.raises(TypeError, match=r"whole number of states, not 2\.5"):
             s.fork(2.5)  # type: ignore[arg-type]
         forks = s.fork(2)
         with pytest.raises(ValueError, match="3 expressions for 2 forks"):
@@ -628,3 +638,74 @@ def test_the_timeline_shows_states_nodes_and_tokens_in_one_file(backend: Any, tm
     assert timeline.requests == 2 and "3 states" in page and "2 requests" in page
     assert "gen(&#x27;x&#x27;)" in page and "2 (of 0)" in page and "<b>" not in page
     assert not re.search(r"(src|href)=|https?://", page)
+
+
+def test_what_is_no_backend_is_refused_by_name() -> None:
+    @sl.function
+    def program(s: sl.State) -> None:
+        s += "a" + sl.gen("x")
+
+    with pytest.raises(TypeError, match="not 'http://127'"):
+        program.run(backend="http://127")  # type: ignore[arg-type]
+
+
+def test_a_string_with_a_line_break_has_a_value(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @sl.function
+    def program(s: sl.State) -> None:
+        s += "a" + sl.gen_string("x")
+
+    async def answer(*_: Any) -> Generated:
+        return Generated(('"b\n\tc"',), Usage())
+
+    monkeypatch.setattr(backend, "generate", answer)
+    assert program.run(backend=backend).value("x") == "b\n\tc"
+
+
+def test_who_begins_a_stream_reads_what_the_program_has_yet_to_say(backend: Any, oracle: Any) -> None:
+    @sl.function
+    def program(s: sl.State, text: str) -> str:
+        time.sleep(0.05)
+        s += text + sl.gen("x")
+        time.sleep(0.05)
+        s += sl.gen("y")
+        return "done"
+
+    whole = program.run("a", backend=backend)
+    for read in (
+        lambda state: (state["x"], state["y"]),
+        lambda state: state.text(),
+        lambda state: state.error(),
+        lambda state: "y" in state,
+        lambda state: state.get_meta_info("y"),
+        lambda state: (state.sync(), state.returned),
+    ):
+        assert read(program.stream("a", backend=backend)) == read(whole)
+    assert isinstance(program.stream("a!", backend=backend).error(), sl.ProgramError)
+    with pytest.raises(KeyError, match="nobody"):
+        program.stream("a", backend=backend)["nobody"]
+
+    async def begin_and_read() -> tuple[Any, Any]:
+        state = program.astream("a", backend=backend)
+        value = await state.get("x")
+        await state.done()
+        return value, state.text()
+
+    assert asyncio.run(begin_and_read()) == (whole["x"], whole.text())
+
+
+def test_the_error_of_a_fork_that_nobody_joins_is_the_states(backend: Any) -> None:
+    @sl.function
+    def program(s: sl.State, text: str) -> None:
+        s += "a"
+        forks = s.fork(1)
+        forks[0] += text + sl.gen("x")
+
+    streamed = program.stream("b!", backend=backend).error()
+    assert streamed is not None and streamed.node == "gen('x')"
+    (returned,) = program.run_batch([{"text": "b!"}], backend=backend, errors="return")
+    error = returned.error()
+    assert error is not None and error.node == "gen('x')"
+
+
+def test_an_error_without_a_line_does_not_say_at() -> None:
+    assert str(sl.ProgramError("run", "", "it was cancelled")) == "run: it was cancelled"

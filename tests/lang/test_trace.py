@@ -150,3 +150,21 @@ def test_a_batch_refuses_before_it_runs_any_row(make_backend: Any) -> None:
     with pytest.raises(sl.UnsupportedError):
         program.run_batch([{"text": "b"}], backend=backend)
     assert not backend.asked and len(begun) == 1 and not isinstance(begun[0], str)
+
+
+def test_a_program_that_tries_again_after_any_exception_is_not_traced_for_ever(backend: Any) -> None:
+    @sl.function
+    def program(s: sl.State) -> None:
+        s += "a"
+        for _ in range(100):
+            try:
+                s += sl.gen("x")
+                int(s["x"])
+                break
+            except Exception:
+                tried.append(1)
+
+    tried: list[int] = []
+    for only_prefix in (False, True):
+        assert program.trace(backend=backend, only_prefix=only_prefix).stopped
+    assert not tried

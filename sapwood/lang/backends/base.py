@@ -98,6 +98,20 @@ class Piece:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
+class StreamedLogprobs:
+    """Gathers the log probabilities of a stream whose events have those of their own tokens only."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Any]] = {}
+
+    def with_those_before(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """What is known of the answer, with the log probabilities of all its tokens so far."""
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            if name in meta:
+                self._found[name] = meta[name] = [*self._found.get(name, ()), *meta[name]]
+        return meta
+
+
 @dataclass(frozen=True, slots=True)
 class Generated:
     """The answers of a ``gen``: as many as its ``n``.
@@ -106,7 +120,8 @@ class Generated:
         texts: The answers.
         usage: What they took.
         reasoning: The reasoning before each, where the server set it apart.
-        meta: For each what else is known: ``finish_reason``, log probabilities.
+        meta: For each what else is known: ``finish_reason``, a text such as stop or length; ``matched_stop``, what ended it;
+            ``output_token_logprobs`` and ``output_top_logprobs``.
     """
 
     texts: tuple[str, ...]
@@ -314,9 +329,12 @@ class Backend(ABC):
             if node.method.requires_unconditional and Ability.UNCONDITIONAL not in self.abilities:
                 refuse(Ability.UNCONDITIONAL)
         if isinstance(node, Gen):
-            unknown = [name for name in merged(defaults, node.options) if name not in self.options]
+            options = merged(defaults, node.options)
+            unknown = [name for name in options if name not in self.options]
             if unknown:
                 refuse(f"the option {unknown[0]}")
+            if options.get("token_healing") and at.chat and not self.renders:
+                refuse("token_healing in a conversation: it is for texts")
 
 
 def merged(defaults: GenOptions, own: GenOptions) -> GenOptions:

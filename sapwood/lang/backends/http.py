@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
-from sapwood.lang.backends.base import Ability, Backend, Generated, PerLoop, Piece, Prompt, Usage
+from sapwood.lang.backends.base import Ability, Backend, Generated, PerLoop, Piece, Prompt, StreamedLogprobs, Usage
 from sapwood.lang.backends.sapwood import compiled, gather, schema_of
 from sapwood.lang.choices import Scored
 from sapwood.lang.nodes import GenOptions
 from sapwood.lang.templates import Template, get_template, template_of
 
+ResultT = TypeVar("ResultT")
 _RETRY_SECONDS = 0.5
 _OF_GENERATE = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _LOGPROBS = ("return_logprob", "top_logprobs_num", "logprob_start_len", "return_text_in_logprobs")
@@ -38,6 +39,9 @@ class SapwoodHttp(Backend):
         api_key: Where the router asks for one; else the variable ``SAPWOOD_API_KEY``.
         template: Conversations are written as text by this template; None: by the server, with the model's own.
         patience: Seconds for which a request that found no server is asked again.
+
+    Raises:
+        ValueError: ``base_url`` is no URL of HTTP.
     """
 
     abilities = frozenset(
@@ -56,6 +60,8 @@ class SapwoodHttp(Backend):
     ) -> None:
         import aiohttp
 
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url begins with http:// or https://, unlike {base_url!r}")
         super().__init__(template)
         self.name = f"Sapwood at {base_url}"
         self._url, self._model, self._patience = base_url.rstrip("/"), model, patience
@@ -77,11 +83,11 @@ class SapwoodHttp(Backend):
                 tuple(choice["message"]["content"] or "" for choice in choices),
                 _usage(answer["usage"]),
                 tuple(choice["message"].get("reasoning_content") or "" for choice in choices),
-                tuple({"finish_reason": choice["finish_reason"]} for choice in choices),
+                tuple(_meta_of_choice(choice) for choice in choices),
             )
         found = await self._post("/generate", self._text(prompt, options))
         answers = found if isinstance(found, list) else [found]
-        metas = [answer["meta_info"] for answer in answers]
+        metas = [_meta(answer["meta_info"]) for answer in answers]
         usage = Usage(
             metas[0]["prompt_tokens"],
             metas[0].get("cached_tokens", 0),
@@ -96,16 +102,17 @@ class SapwoodHttp(Backend):
             return
         if prompt.is_chat and not self.renders:
             asked = {**self._chat(prompt, options), "stream": True, "stream_options": {"include_usage": True}}
+            found = StreamedLogprobs()
             async for chunk in self._events("/v1/chat/completions", asked):
                 for choice in chunk["choices"]:
-                    delta = choice["delta"]
-                    yield Piece(delta.get("content") or "", delta.get("reasoning_content") or "")
+                    delta, meta = choice["delta"], found.with_those_before(_meta_of_choice(choice))
+                    yield Piece(delta.get("content") or "", delta.get("reasoning_content") or "", None, meta)
                 if chunk.get("usage"):
                     yield Piece("", usage=_usage(chunk["usage"]))
             return
-        at = 0
+        at, found = 0, StreamedLogprobs()
         async for event in self._events("/generate", {**self._text(prompt, options), "stream": True}):
-            meta = event["meta_info"]
+            meta = found.with_those_before(_meta(event["meta_info"]))
             usage = Usage(meta["prompt_tokens"], meta.get("cached_tokens", 0), meta["completion_tokens"])
             yield Piece(event["text"][at:], usage=usage if meta["finish_reason"] else None, meta=meta)
             at = len(event["text"])
@@ -131,7 +138,10 @@ class SapwoodHttp(Backend):
                         return text[: match.start()], reasoning, Usage(*counts), meta
             return text, reasoning, usage, meta
 
-        found = await gather(*(read(index) for index in range(options.get("n", 1))))
+        async def patiently(index: int) -> tuple[str, str, Usage, Mapping[str, Any]]:
+            return await self._patiently(lambda: read(index))
+
+        found = await gather(*map(patiently, range(options.get("n", 1))))
         texts, reasonings, usages, metas = zip(*found, strict=True)
         done = sum(usage.completion_tokens for usage in usages)
         usage = Usage(usages[0].prompt_tokens, usages[0].cached_tokens, done, len(usages))
@@ -204,28 +214,44 @@ class SapwoodHttp(Backend):
         if "json_schema" in options:
             schema = schema_of(options["json_schema"])
             given["structured_outputs"] = {"json": json.loads(schema) if isinstance(schema, str) else schema}
-        given |= {name: value for name, value in options.items() if name in ("regex", "ebnf", "structural_tag")}
+        given |= {name: value for name, value in options.items() if name in ("regex", "ebnf")}
+        if "structural_tag" in options:
+            given["structural_tag"] = _as_json(options["structural_tag"])
         if options.get("return_logprob"):
-            given |= {"logprobs": True, "top_logprobs": options.get("top_logprobs_num") or 0}
+            top = options.get("top_logprobs_num") or 0
+            given |= {"logprobs": True, "top_logprobs": top, "return_token_ids": True}
         return self._named({**_conversation(prompt, ""), **given})
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer's JSON; asked again while there is no server."""
+
+        async def ask() -> Any:
+            async with self._sessions.get(self._make).post(self._url + path, json=body) as answer:
+                return await self._read(answer)
+
+        return await self._patiently(ask)
+
+    async def _patiently(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Asks again while there is no server, or it ended with half an answer, of which nobody has anything yet."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._patience
         while True:
             try:
-                async with self._sessions.get(self._make).post(self._url + path, json=body) as answer:
-                    return await self._read(answer)
-            except (self._aiohttp.ClientConnectionError, HttpError) as error:
+                return await ask()
+            except (self._aiohttp.ClientConnectionError, self._aiohttp.ClientPayloadError, HttpError) as error:
                 if (isinstance(error, HttpError) and error.status != 503) or loop.time() >= give_up:
                     raise
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
-        async with self._sessions.get(self._make).post(self._url + path, json=body) as answer:
+        async def begin() -> Any:
+            answer = await self._sessions.get(self._make).post(self._url + path, json=body)
             if answer.status != 200:
-                await self._read(answer)
+                async with answer:
+                    await self._read(answer)
+            return answer
+
+        async with await self._patiently(begin) as answer:
             async for line in answer.content:
                 if line.startswith(b"data:") and b"[DONE]" not in line:
                     event = json.loads(line[5:])
@@ -271,6 +297,32 @@ def _conversation(prompt: Prompt, more: str) -> dict[str, Any]:
         return {"messages": list(prompt.messages)}
     turn = {"role": prompt.role or "assistant", "content": f"{prompt.turn}{more}"}
     return {"messages": [*prompt.messages, turn], "continue_final_message": True, "add_generation_prompt": False}
+
+
+def _meta(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``/generate`` knows of an answer, with the reason for its end as other backends say it."""
+    reason = found.get("finish_reason")
+    if not isinstance(reason, Mapping):
+        return dict(found)
+    matched = {} if reason.get("matched") is None else {"matched_stop": reason["matched"]}
+    return {**found, "finish_reason": reason["type"], **matched}
+
+
+def _meta_of_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    meta: dict[str, Any] = {"finish_reason": choice["finish_reason"]} if choice.get("finish_reason") else {}
+    if choice.get("stop_reason") is not None:
+        meta["matched_stop"] = choice["stop_reason"]
+    tokens = (choice.get("logprobs") or {}).get("content") or []
+    if tokens:
+        ids = choice.get("token_ids") or ()
+        ids = ids if len(ids) == len(tokens) else [None] * len(tokens)
+        meta["output_token_logprobs"] = [
+            [each["logprob"], token_id, each["token"]] for token_id, each in zip(ids, tokens, strict=True)
+        ]
+        meta["output_top_logprobs"] = [
+            [[top["logprob"], None, top["token"]] for top in each["top_logprobs"]] for each in tokens
+        ]
+    return meta
 
 
 def _as_json(given: Any) -> str:

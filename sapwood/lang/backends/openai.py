@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
-from sapwood.lang.backends.base import Ability, Backend, Generated, PerLoop, Piece, Prompt, Usage
+from sapwood.lang.backends.base import Ability, Backend, Generated, PerLoop, Piece, Prompt, StreamedLogprobs, Usage
 from sapwood.lang.backends.sapwood import schema_of
 from sapwood.lang.nodes import GenOptions
 from sapwood.lang.templates import Template
@@ -73,14 +73,15 @@ class OpenAI(Backend):
         )
 
     async def stream(self, prompt: Prompt, options: GenOptions) -> AsyncIterator[Piece]:
+        found = StreamedLogprobs()
         async for chunk in await self._ask(prompt, options, stream=True, stream_options={"include_usage": True}):
             usage = usage_of(chunk.usage) if chunk.usage is not None else None
             for choice in chunk.choices:
                 delta = getattr(choice, "delta", None)
                 text = choice.text if delta is None else delta.content or ""
                 reasoning = getattr(delta, "reasoning_content", None) or ""
-                meta = {"finish_reason": choice.finish_reason} if choice.finish_reason else {}
-                yield Piece(text, reasoning, None, meta)
+                meta = {name: value for name, value in _meta(choice).items() if value is not None}
+                yield Piece(text, reasoning, None, found.with_those_before(meta))
             if usage is not None:
                 yield Piece("", usage=usage)
 
@@ -130,15 +131,18 @@ def usage_of(usage: Any) -> Usage:
     return Usage(usage.prompt_tokens or 0, cached, usage.completion_tokens or 0)
 
 
-def _meta(choice: Any) -> Mapping[str, Any]:
+def _meta(choice: Any) -> dict[str, Any]:
     meta: dict[str, Any] = {"finish_reason": choice.finish_reason}
     found: Any = getattr(choice, "logprobs", None)
     if getattr(found, "content", None):
-        meta["output_token_logprobs"] = [token.logprob for token in found.content]
-        meta["output_top_logprobs"] = [[[each.logprob, each.token] for each in t.top_logprobs] for t in found.content]
-    elif getattr(found, "token_logprobs", None):
-        meta["output_token_logprobs"] = list(found.token_logprobs)
+        meta["output_token_logprobs"] = [[token.logprob, None, token.token] for token in found.content]
         meta["output_top_logprobs"] = [
-            [[logprob, token] for token, logprob in (each or {}).items()] for each in found.top_logprobs or ()
+            [[each.logprob, None, each.token] for each in token.top_logprobs] for token in found.content
+        ]
+    elif getattr(found, "token_logprobs", None):
+        pairs = zip(found.token_logprobs, found.tokens, strict=True)
+        meta["output_token_logprobs"] = [[logprob, None, token] for logprob, token in pairs]
+        meta["output_top_logprobs"] = [
+            [[logprob, None, token] for token, logprob in (each or {}).items()] for each in found.top_logprobs or ()
         ]
     return meta

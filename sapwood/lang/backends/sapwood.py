@@ -114,19 +114,33 @@ class Sapwood(Backend):
                 yield piece
             return
         deltas: list[Delta] = []
-        async for delta in self._ask(prompt, self._given(options)):
+        call = None
+
+        async def begin() -> Delta | None:
+            nonlocal call
+            call = self._ask(prompt, self._given(options))
+            return await anext(call, None)
+
+        delta = await self._patiently(begin)
+        while delta is not None:
             deltas.append(delta)
             answer = answer_of(deltas)
             yield Piece(
                 delta.text, delta.reasoning, _usage([answer]) if delta.usage is not None else None, _meta(answer)
             )
+            assert call is not None
+            delta = await anext(call, None)
 
     async def _generate_to_regex(self, prompt: Prompt, options: GenOptions) -> Generated:
         """The answer is read as it comes; it is cancelled at the first match, and ends before it."""
-        found = await gather(*(self._read_to_regex(prompt, options, index) for index in range(options.get("n", 1))))
+
+        async def read(index: int) -> tuple[str, Answer, str]:
+            return await self._patiently(lambda: self._read_to_regex(prompt, options, index))
+
+        found = await gather(*map(read, range(options.get("n", 1))))
         return Generated(
             tuple(text for text, _, _ in found),
-            _usage([answer for _, answer, _ in found]),
+            replace(_usage([answer for _, answer, _ in found]), requests=len(found)),
             tuple(answer.reasoning for _, answer, _ in found),
             tuple({**_meta(answer), **({"matched_stop": match} if match else {})} for _, answer, match in found),
         )
@@ -321,10 +335,12 @@ def _meta(answer: Answer) -> dict[str, Any]:
         meta["matched_stop"] = answer.stop_match
     if answer.logprobs:
         meta["token_ids"] = list(answer.token_ids)
-        meta["output_token_logprobs"] = [each.logprob for each in answer.logprobs]
+        meta["output_token_logprobs"] = [
+            [each.logprob, token_id, None] for token_id, each in zip(answer.token_ids, answer.logprobs, strict=True)
+        ]
         meta["output_top_logprobs"] = [_alternatives(each) for each in answer.logprobs]
     return meta
 
 
 def _alternatives(found: TokenLogprobs) -> list[list[Any]]:
-    return [[logprob, token] for token, logprob in found.top]
+    return [[logprob, token_id, None] for token_id, logprob in found.top]

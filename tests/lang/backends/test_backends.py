@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -386,3 +387,86 @@ def requests_of(server: Any) -> float:
     with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("sapwood_router_requests_total"))
+
+
+@pytest.mark.parametrize("name", ["grpc", "http", "openai"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+def test_what_is_known_of_an_answer_has_one_form(server: Any, name: str, stream: bool, chat: bool) -> None:
+    @sl.function
+    def program(s: sl.State) -> None:
+        asked = sl.gen("x", 4, temperature=0, return_logprob=True, top_logprobs_num=2)
+        s += sl.user("Hello") + sl.assistant(asked) if chat else "Hello" + asked
+
+    state = program.run(backend=BACKENDS[name](server), stream=stream)
+    state.sync()
+    meta = state.get_meta_info("x")
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"text": "Hello"}
+    with Client(server.grpc) as client:
+        answer = client.generate(**asked, max_tokens=4, temperature=0, logprobs=2).answer()
+    assert meta["finish_reason"] == answer.finish_reason
+    assert [each[0] for each in meta["output_token_logprobs"]] == pytest.approx(
+        [each.logprob for each in answer.logprobs], abs=0.02
+    )
+    if name != "openai":  # its API has no ids
+        assert [each[1] for each in meta["output_token_logprobs"]] == list(answer.token_ids)
+    assert len(meta["output_top_logprobs"]) == len(answer.logprobs)
+    assert all(len(each) == 3 for top in meta["output_top_logprobs"] for each in top)
+
+
+@pytest.mark.parametrize("name", ["grpc", "http"])
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+def test_a_structural_tag_may_be_a_mapping(server: Any, name: str, chat: bool) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "xyz"}}
+
+    @sl.function
+    def program(s: sl.State) -> None:
+        asked = sl.gen("x", 8, temperature=0, structural_tag=tag)
+        s += sl.user("Hello") + sl.assistant(asked) if chat else "Hello" + asked
+
+    assert program.run(backend=BACKENDS[name](server))["x"] == "xyz"
+
+
+@pytest.mark.parametrize("name", ["grpc", "http"])
+def test_healing_in_a_conversation_is_refused_by_the_trace(server: Any, name: str) -> None:
+    @sl.function
+    def program(s: sl.State) -> None:
+        s += sl.user("Hello") + sl.assistant(sl.gen("x", token_healing=True))
+
+    with pytest.raises(sl.UnsupportedError, match="token_healing in a conversation"):
+        program.trace(backend=BACKENDS[name](server))
+
+
+def test_a_url_without_a_scheme_is_refused() -> None:
+    with pytest.raises(ValueError, match="begins with http://"):
+        sl.SapwoodHttp("127.0.0.1:8000")
+
+
+@pytest.mark.parametrize("name", ["grpc", "http"])
+@pytest.mark.parametrize("how", ["stop_regex", "stream"])
+def test_an_answer_that_is_read_as_it_comes_waits_for_a_server_too(name: str, how: str) -> None:
+    """Nobody listens at first: the request is asked again until ``patience`` has passed, as others are."""
+
+    @sl.function
+    def program(s: sl.State) -> None:
+        s += "Hello" + sl.gen("x", **({"stop_regex": "a"} if how == "stop_regex" else {}))
+
+    def elsewhere(patience: float) -> sl.Backend:
+        address = "127.0.0.1:9"
+        if name == "grpc":
+            return sl.Sapwood(address, patience=patience)
+        return sl.SapwoodHttp(f"http://{address}", patience=patience)
+
+    sleeps: list[float] = []
+    with pytest.raises(sl.ProgramError), pytest.MonkeyPatch.context() as patch:
+        sleep = asyncio.sleep
+
+        async def noted(seconds: float) -> None:
+            sleeps.append(seconds)
+            await sleep(0.01)
+
+        patch.setattr(asyncio, "sleep", noted)
+        with elsewhere(0.5) as backend:
+            state = program.run(backend=backend, stream=how == "stream")
+            state.sync()
+    assert 0.5 in sleeps

@@ -153,6 +153,26 @@ def test_a_request_goes_to_workers_that_meet_its_objective() -> None:
     assert [each.address for each in pursuit.narrow(scene.workers, {}, 100)] == ["w0", "w2"]
 
 
+def test_what_was_measured_behind_others_says_nothing_about_an_idle_worker() -> None:
+    """On a small machine 24 long prompts of a batch made each chat's first token take 20 s, whatever its own length."""
+    scene = Scene()
+    scene.serve(60)
+    for turn in range(3 * LEAST_SAMPLES):
+        others = [scene.workers[0].lease(600) for _ in range(12 + turn % 13)]
+        pursuit = scene.begin()
+        lease = scene.give(pursuit, 60)
+        scene.clock.now += 20.0
+        pursuit.answers()
+        for each in (lease, *others):
+            each.release()
+        pursuit.close()
+    scene.check(scene.begin(), 60)  # nothing is ahead of it
+    for number in range(24):
+        scene.give(scene.begin(BATCH, str(number)), 600)
+    scene.check(scene.begin(), 60)
+    assert len(scene.sent_back) > 12
+
+
 def test_a_slow_worker_is_known_apart() -> None:
     scene = Scene(2)
     scene.learn(0)

@@ -1,10 +1,10 @@
 """What requests with an objective find at the workers: who can meet it, whom they go before, and who is told to come later.
 
-The router measures how long workers take to a request's first token, by the prompt tokens that they have to compute until then,
-and how long for each further token, by the requests that they generate for: for each worker, as a straight line (least squares,
-late samples count most), for short and for long prompts apart, as workers let short ones pass. A worker that is at as many
-requests as it runs at once lets the next wait until one ends. The prediction is multiplied by a margin below which nine of ten
-real times lie.
+The router measures how long workers take to a request's first token: at idle workers by the tokens of its prompt, at others how
+much longer, by the tokens that are queued and the requests that run; and how long for each further token, by the requests that
+they generate for. Each is a straight line (least squares, late samples count most), for each worker, and for short and long
+prompts apart, as workers let short ones pass. A worker that is at as many requests as it runs at once lets the next wait until
+one ends. What is predicted to be waited is multiplied by a margin, so that nine of ten real times are below the prediction.
 
 - A request whose objective no worker is predicted to meet is refused (shed), and nothing is charged for it. It is told to come
   again when so much of the queued work will be done that it would be met, and so many as were shed lately could be served before
@@ -37,6 +37,7 @@ from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.disaggregation.costs import LinearFit
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.objective import MET, MISSED, ShedError
+from sapwood_router.routing.policies.cache_aware import REQUEST_COST
 
 SHORT = 1024
 """Prompts with at most so many tokens to compute are measured apart from longer ones."""
@@ -56,18 +57,44 @@ _RATE_SECONDS = 10.0
 """Over how many seconds admitted and shed requests are counted."""
 _LONGEST_WAIT = 60.0
 """No request is told to come again later than that."""
-_UP, _DOWN = math.exp(0.045), math.exp(-0.005)
+_UP, _DOWN = math.exp(0.09), math.exp(-0.01)
 """Steps of the margin: it settles where nine of ten real times are below the prediction."""
-_LEAST_MARGIN, _MOST_MARGIN = 0.8, 4.0
+_LEAST_MARGIN, _MOST_MARGIN = 0.5, 4.0
 _USUAL_KEPT = 0.9
 _FIRST_KEPT = 0.98
 
 
-class Pace:
-    """How fast one worker is, or all of a model's together."""
+class _Slope:
+    """Seconds that grow with an amount and are 0 for none, by least squares, late samples counting most. O(1)."""
 
     def __init__(self) -> None:
-        self._first = {False: LinearFit(), True: LinearFit()}
+        self._squares = self._products = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether there was a sample."""
+        return self._squares > 0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Takes a sample."""
+        self._squares = self._squares * _FIRST_KEPT + amount * amount
+        self._products = self._products * _FIRST_KEPT + amount * seconds
+
+    def at(self, amount: float) -> float:
+        """Seconds for that amount."""
+        return amount * self._products / self._squares if self._squares else 0.0
+
+
+class Pace:
+    """How fast one worker is, or all of a model's together, for short and for long prompts.
+
+    A first token takes what it took at idle workers, and more the more is ahead of it: with nothing ahead a busy worker's past
+    predicts nothing. That a place has to become free is counted apart.
+    """
+
+    def __init__(self) -> None:
+        self._idle = {False: LinearFit(), True: LinearFit()}
+        self._ahead = {False: _Slope(), True: _Slope()}
         self._step = LinearFit()
         self._lasts = LinearFit()
         self._samples = {False: 0, True: 0}
@@ -77,32 +104,37 @@ class Pace:
         """Whether it can predict the first token of prompts of this kind."""
         return self._samples[long] >= LEAST_SAMPLES
 
-    def first_token(self, tokens: float, over: float, *, long: bool) -> float:
-        """Seconds to the first token, without the margin.
+    def first_token(self, tokens: float, ahead: float, over: float, *, long: bool) -> float:
+        """Seconds to the first token.
 
         Args:
-            tokens: To compute until then.
+            tokens: Of the prompt, to be computed.
+            ahead: What the worker has to do before or beside, in tokens.
             over: How many requests have to end before it is begun, over how many run at once.
             long: The kind of its prompt.
         """
-        return self._first[long].at(tokens) + over * self._lasts.at(1)
-
-    def margin(self, *, long: bool) -> float:
-        """What a prediction is multiplied by."""
-        return self._margin[long]
+        idle, slope = self._idle[long], self._ahead[long]
+        # Until a request was behind others, what is ahead is taken to be computed like its own prompt.
+        alone = idle.at(tokens)
+        behind = slope.at(ahead) if slope.known else idle.at(tokens + ahead) - alone
+        return alone + self._margin[long] * (behind + over * self._lasts.at(1))
 
     def each_token(self, requests: float) -> float:
         """Seconds for a further token next to so many requests, itself included; 0: not known."""
         return self._step.at(requests)
 
-    def began(self, tokens: float, over: float, seconds: float, *, long: bool) -> None:
+    def began(self, tokens: float, ahead: float, over: float, seconds: float, *, long: bool) -> None:
         """A first token came after so many seconds; the rest as for :meth:`first_token`."""
-        if self.knows(long=long):
-            late = seconds > self.first_token(tokens, over, long=long) * self._margin[long]
+        if (ahead or over) and self.knows(long=long):
+            late = seconds > self.first_token(tokens, ahead, over, long=long)
             margin = self._margin[long] * (_UP if late else _DOWN)
             self._margin[long] = min(_MOST_MARGIN, max(_LEAST_MARGIN, margin))
         self._samples[long] += 1
-        self._first[long].add(tokens, max(0.0, seconds - over * self._lasts.at(1)), _FIRST_KEPT)
+        if ahead:
+            waited = seconds - over * self._lasts.at(1) - self._idle[long].at(tokens)
+            self._ahead[long].add(ahead, max(0.0, waited))
+        else:
+            self._idle[long].add(tokens, seconds, _FIRST_KEPT)
 
     def ended(self, tokens: int, seconds: float, requests: float) -> None:
         """An answer ended that had so many tokens after its first, next to so many requests, itself included."""
@@ -172,15 +204,15 @@ class _Model:
         if pace is None:
             return 0.0
         view = worker.view()
-        tokens = max(0.0, view.queued_tokens + more_tokens) + lacking
-        over = _over(worker, view.requests + more_requests)
-        return pace.first_token(tokens, over, long=long) * pace.margin(long=long)
+        requests = max(0, view.requests + more_requests)
+        ahead = max(0.0, view.queued_tokens + more_tokens) + REQUEST_COST * requests
+        return pace.first_token(lacking, ahead, _over(worker, requests), long=long)
 
     def idle_first_token(self, worker: Worker, lacking: float) -> float:
         """The same if the worker had nothing else to do."""
         long = lacking > SHORT
         pace = self.pace(worker.address, long=long)
-        return 0.0 if pace is None else pace.first_token(lacking, 0, long=long) * pace.margin(long=long)
+        return 0.0 if pace is None else pace.first_token(lacking, 0, 0, long=long)
 
     def each_token(self, worker: Worker, more_requests: int = 1) -> float:
         """Predicted seconds for each further token next to the worker's requests and so many more; 0: not known."""
@@ -303,7 +335,7 @@ class Pursuit:
         self._rng = rng
         self._worker: Worker | None = None
         self._lacking = 0.0
-        self._tokens = self._over = 0.0
+        self._ahead = self._over = 0.0
         self._sent = 0.0
         self._first: float | None = None
         self._beside = 0
@@ -382,7 +414,9 @@ class Pursuit:
         self.left()
         model, view = self._model, worker.view()
         self._worker, self._lacking, self._sent, self._first = worker, max(1.0, lacking), model.clock(), None
-        self._tokens, self._over = float(view.queued_tokens), _over(worker, view.requests - 1)
+        others = max(0, view.requests - 1)
+        self._ahead = max(0.0, view.queued_tokens - self._lacking) + REQUEST_COST * others
+        self._over = _over(worker, others)
         if may_return:
             model.unanswered.setdefault(worker.address, {})[self] = None
         each = model.classes.get(self.priority) if self.objective is not None else None
@@ -404,7 +438,7 @@ class Pursuit:
         long = self._lacking > SHORT
         model.measured[long] = now
         for pace in (model.paces.setdefault(worker.address, Pace()), model.all):
-            pace.began(self._tokens, self._over, now - self._sent, long=long)
+            pace.began(self._lacking, self._ahead, self._over, now - self._sent, long=long)
 
     def client_is_slow(self) -> None:
         """The worker waits for the client: times after this say nothing about the worker."""

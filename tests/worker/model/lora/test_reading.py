@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,8 +236,9 @@ def shifted(header: dict[str, Any], by: int) -> dict[str, Any]:
         (lambda content: content[:40], ["ends in its header"]),
         (lambda content: content[:-1], ["bytes; its tensors take"]),
         (lambda content: content + b"x", ["bytes; an adapter of this model has at most"]),
-        (lambda content: with_header([1], b""), ["holds no JSON object"]),
-        (lambda content: content[:8] + b"\xff" + content[9:], ["cannot be read as JSON"]),
+        (lambda content: with_header([1], b""), ["no safetensors file"]),
+        (lambda content: pickle.dumps({"a": 1}) * 100, ["no safetensors file"]),
+        (lambda content: content[:9] + b"\xff" + content[10:], ["cannot be read as JSON"]),
         (lambda content: with_header(shifted(header_of(content)[0], 4), header_of(content)[1]), ["overlap, or leave gaps"]),
         (lambda content: with_header({f"{Q0}.lora_A.weight": {"dtype": "F32"}}, b""), [f"{Q0}.lora_A.weight", "damaged"]),
         (

@@ -92,7 +92,7 @@ _UNREAD = {
 }
 _MOST_PATTERN, _MOST_REPEATS, _MOST_BARS, _MOST_GROUPS = 256, 2, 8, 3
 """Letters of a pattern, and repetitions, bars and groups with bars in it."""
-_PATTERN_SECONDS = 5.0
+_PATTERN_SECONDS = 2.0
 """Of CPU time, for all patterns of an adapter."""
 
 
@@ -294,9 +294,9 @@ def _object(where: Path, given: bytes | bytearray) -> dict[str, Any]:
 
 def _header(path: Path, limits: Limits) -> tuple[dict[str, Any], int]:
     """The header of the file, by the tensors' names, and where their numbers begin."""
-    first = read_bytes(path, 1 << 62, 8)
-    length = int.from_bytes(first, "little")
-    if len(first) < 8 or not 2 <= length <= 1 << 30:
+    first = read_bytes(path, 1 << 62, 9)
+    length = int.from_bytes(first[:8], "little")
+    if first[8:] != b"{" or not 2 <= length <= 1 << 30:
         raise refused(path, "is no safetensors file")
     most = _MOST_HEADER + _HEADER_OF_MODULE * len(limits.modules) * (1 + len(limits.elsewhere))
     if length > most:

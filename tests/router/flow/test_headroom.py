@@ -173,6 +173,20 @@ def test_what_was_measured_behind_others_says_nothing_about_an_idle_worker() -> 
     assert len(scene.sent_back) > 12
 
 
+def test_little_that_was_ahead_says_nothing_about_much() -> None:
+    """The answer before was just ending when each of these came: a request was ahead, and nothing to compute."""
+    scene = Scene()
+    scene.learn()
+    for _ in range(3 * LEAST_SAMPLES):
+        other = scene.workers[0].lease(1)
+        other.prefilled()
+        scene.serve(100)
+        other.release()
+    scene.workers[0].lease(20_000)
+    with pytest.raises(ShedError):
+        scene.check(scene.begin(), 60)
+
+
 def test_a_slow_worker_is_known_apart() -> None:
     scene = Scene(2)
     scene.learn(0)

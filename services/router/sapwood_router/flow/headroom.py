@@ -60,6 +60,8 @@ _LONGEST_WAIT = 60.0
 _UP, _DOWN = math.exp(0.09), math.exp(-0.01)
 """Steps of the margin: it settles where nine of ten real times are below the prediction."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.5, 4.0
+_PRIOR = 1024.0**2
+"""How much a belief weighs against samples: as much as one with 1024 tokens ahead."""
 _USUAL_KEPT = 0.9
 _FIRST_KEPT = 0.98
 
@@ -70,19 +72,14 @@ class _Slope:
     def __init__(self) -> None:
         self._squares = self._products = 0.0
 
-    @property
-    def known(self) -> bool:
-        """Whether there was a sample."""
-        return self._squares > 0
-
     def add(self, amount: float, seconds: float) -> None:
         """Takes a sample."""
         self._squares = self._squares * _FIRST_KEPT + amount * amount
         self._products = self._products * _FIRST_KEPT + amount * seconds
 
-    def at(self, amount: float) -> float:
-        """Seconds for that amount."""
-        return amount * self._products / self._squares if self._squares else 0.0
+    def at(self, amount: float, expected: float) -> float:
+        """Seconds for that amount; ``expected`` is what is believed where there are few samples, or only of small amounts."""
+        return (amount * self._products + _PRIOR * expected) / (self._squares + _PRIOR)
 
 
 class Pace:
@@ -113,10 +110,9 @@ class Pace:
             over: How many requests have to end before it is begun, over how many run at once.
             long: The kind of its prompt.
         """
-        idle, slope = self._idle[long], self._ahead[long]
-        # Until a request was behind others, what is ahead is taken to be computed like its own prompt.
+        idle = self._idle[long]
         alone = idle.at(tokens)
-        behind = slope.at(ahead) if slope.known else idle.at(tokens + ahead) - alone
+        behind = self._ahead[long].at(ahead, expected=idle.at(tokens + ahead) - alone)  # as if it were one prompt
         return alone + self._margin[long] * (behind + over * self._lasts.at(1))
 
     def each_token(self, requests: float) -> float:

@@ -125,9 +125,11 @@ _BACKENDS = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Imports a backend when it is first named."""
-    if name not in _BACKENDS:
-        raise AttributeError(f"module 'sapwood.lang' has no attribute {name!r}")
-    module, found = _BACKENDS[name]
-    return getattr(import_module(f"sapwood.lang.backends.{module}"), found)
+if not TYPE_CHECKING:  # else a name that there is not would be Any
+
+    def __getattr__(name: str) -> Any:
+        """Imports a backend when it is first named."""
+        if name not in _BACKENDS:
+            raise AttributeError(f"module 'sapwood.lang' has no attribute {name!r}")
+        module, found = _BACKENDS[name]
+        return getattr(import_module(f"sapwood.lang.backends.{module}"), found)

@@ -490,10 +490,7 @@ class Interpreter:
     async def _score(self, node: Select) -> tuple[list[Scored], Usage]:
         """How likely the choices are. States of a run whose texts are equal ask once for the same choices."""
         prompt, unconditional = self._prompt(), node.method.requires_unconditional
-        shown = not isinstance(prompt.turn, str) or any(
-            not isinstance(each["content"], str) for each in prompt.messages
-        )
-        if shown:
+        if prompt.shows:
             return await self.backend.score(prompt, node.choices, unconditional=unconditional)
         text = repr((prompt.text, prompt.role, node.choices, unconditional))
         key = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
@@ -524,6 +521,7 @@ class Interpreter:
         text = self._turn_text()
         content = [*self._turn_parts, {"type": "text", "text": text}] if self._turn_parts else text
         self.messages.append({"role": node.role, "content": content})
+        self._turn_parts = []
         self._fill(self.backend.template.around(node.role, first=False)[1])
 
     def _begin(self) -> None:

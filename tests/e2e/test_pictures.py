@@ -247,6 +247,24 @@ def test_a_program_shows_a_video_over_grpc_http_and_openais_library(cluster: Any
         program.run(clip.file(), backend=sl.OpenAI(model, base_url=f"{url}/v1", api_key="none"))
 
 
+def test_a_program_commits_a_turn_with_a_picture(cluster: Any) -> None:
+    _, file = picture(40)
+    by_hand = asked(cluster, message(file, "What is it?"))["choices"][0]["message"]["content"]
+
+    @sl.function
+    def program(s: sl.State) -> None:
+        s += sl.user(sl.image(file) + "What is it?")
+        s.commit()
+        s += sl.assistant(sl.gen("x", COUNT, temperature=0))
+
+    for backend in (sl.Sapwood(cluster.grpc), sl.SapwoodHttp(f"http://{cluster.http}")):
+        with backend:
+            state = program.run(backend=backend)
+        assert state["x"] == by_hand
+        committed, generated = [event.usage for event in state.record.events if event.usage.requests]
+        assert committed.prompt_tokens - 16 <= generated.cached_tokens  # a turn's end is not part of what was computed
+
+
 def test_urls_other_than_data_are_refused_unless_hosts_are_named(cluster: Any) -> None:
     for link in ("https://example.com/a.png", "http://127.0.0.1/", "file:///etc/passwd", "/etc/passwd"):
         body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": link}}]}]}

@@ -35,6 +35,7 @@ def program(s: sl.State) -> None:
     s += sl.gen("answer", temperature="hot")
     s += sl.gen("answer", temprature=0.5)
     sl.select("x", choices=3)
+sl.Sapwod()
 """
 
 
@@ -64,4 +65,5 @@ def test_users_programs_are_checked_strictly(tmp_path: Path) -> None:
         "7",
         "8",
         "9",
+        "10",
     ], told

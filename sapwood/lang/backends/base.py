@@ -77,6 +77,11 @@ class Prompt:
         """Whether it is a conversation."""
         return bool(self.messages) or self.role is not None
 
+    @property
+    def shows(self) -> bool:
+        """Whether it has pictures or videos."""
+        return not all(isinstance(each, str) for each in (self.turn, *(turn["content"] for turn in self.messages)))
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

@@ -153,7 +153,7 @@ class SapwoodHttp(Backend):
         if not prompt.is_chat or self.renders:
             asked["prompt"] = prompt.text
         else:
-            asked |= _conversation(prompt, "")
+            asked |= _conversation(prompt)
             asked.pop("add_generation_prompt", None)
         found = await self._post("/v1/score_tree", self._named(asked))
         scored = [
@@ -164,8 +164,9 @@ class SapwoodHttp(Backend):
         return scored, Usage(usage["cached_tokens"] + usage["computed_tokens"], usage["cached_tokens"])
 
     async def commit(self, prompt: Prompt) -> Usage:
-        tokens = await self._tokens(prompt, "")
-        asked = self._named({"input_ids": tokens, "sampling_params": {"max_new_tokens": 0}})
+        if prompt.shows:  # tokens alone would be without what is shown
+            return (await self.generate(prompt, {"max_tokens": 1, "temperature": 0})).usage
+        asked = self._named({"input_ids": await self._tokens(prompt), "sampling_params": {"max_new_tokens": 0}})
         meta = (await self._post("/generate", asked))["meta_info"]
         return Usage(meta["prompt_tokens"], meta["cached_tokens"])
 
@@ -184,12 +185,11 @@ class SapwoodHttp(Backend):
         if session is not None:
             await session.close()
 
-    async def _tokens(self, prompt: Prompt, more: str) -> list[int]:
-        """The tokens of a prompt with a text after it."""
+    async def _tokens(self, prompt: Prompt) -> list[int]:
         if not prompt.is_chat or self.renders:
-            asked: dict[str, Any] = {"prompt": prompt.text + more}
+            asked: dict[str, Any] = {"prompt": prompt.text}
         else:
-            asked = _conversation(prompt, more)
+            asked = _conversation(prompt)
         return list((await self._post("/tokenize", self._named(asked)))["tokens"])
 
     def _named(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class SapwoodHttp(Backend):
         if options.get("return_logprob"):
             top = options.get("top_logprobs_num") or 0
             given |= {"logprobs": True, "top_logprobs": top, "return_token_ids": True}
-        return self._named({**_conversation(prompt, ""), **given})
+        return self._named({**_conversation(prompt), **given})
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer's JSON; asked again while there is no server."""
@@ -292,10 +292,10 @@ def runtime_endpoint(
     return backend
 
 
-def _conversation(prompt: Prompt, more: str) -> dict[str, Any]:
-    if not (prompt.turn or more):
+def _conversation(prompt: Prompt) -> dict[str, Any]:
+    if not prompt.turn:
         return {"messages": list(prompt.messages)}
-    turn = {"role": prompt.role or "assistant", "content": f"{prompt.turn}{more}"}
+    turn = {"role": prompt.role, "content": prompt.turn}
     return {"messages": [*prompt.messages, turn], "continue_final_message": True, "add_generation_prompt": False}
 
 

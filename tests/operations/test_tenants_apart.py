@@ -190,7 +190,17 @@ def service(tiny_model: Path, module_services: Callable[..., Any], tmp_path_fact
     keys = {name: make_key() for name in ("alice", "nobody", *KINDS)}
     (folder / "keys").write_text("".join(f"{name} {hash_key(key)}\n" for name, key in keys.items()))
     cluster = module_services(
-        model_worker=(*WORKER, *STORE, "--storage", f"file://{folder}/store", "--served-model-name", "tiny"),
+        # Without a step's limit of time the number of steps does not depend on measured times.
+        model_worker=(
+            *WORKER,
+            *STORE,
+            "--step-ms",
+            "0",
+            "--storage",
+            f"file://{folder}/store",
+            "--served-model-name",
+            "tiny",
+        ),
         router=("--api-keys", str(folder / "keys")),
         model=tiny_model,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,9 +41,12 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._side, text.encode())
 
-    def see(self, text: str) -> None:
-        """Reads on until the text appears after what was seen before."""
+    def see(self, text: str, *, pressed: str = "") -> None:
+        """Reads on until the text appears after what was seen before. A key that is ``pressed`` is pressed again while nothing
+        comes: readline forgets a Ctrl-C that comes before it waits for keys."""
         while text not in self._shown:
+            while pressed and not select.select([self._side], [], [], 1.0)[0]:
+                self.type(pressed)
             self._shown += os.read(self._side, 4096).decode()  # raises at the end: the text never came
         self._shown = self._shown.partition(text)[2]
 
@@ -138,7 +142,6 @@ def test_system_prompts_files_and_texts_of_several_lines(terminal: Terminal, rou
         ("/reset all", "/reset takes nothing after it"),
         ("/clear", "a new conversation begins"),
         ("/?", "/save PATH    writes the conversation"),
-        ("\x03", "/exit or Ctrl-D leaves"),
         ("/help", "/save PATH    writes the conversation"),
     ],
 )
@@ -147,11 +150,18 @@ def test_a_command_that_cannot_be_done_says_why_and_asks_nothing(
 ) -> None:
     (tmp_path / "mine").write_text("mine")
     terminal.see("> ")
-    terminal.type(typed.format(tmp_path / "mine") + "\n" * (typed != "\x03"))
+    terminal.type(typed.format(tmp_path / "mine") + "\n")
     terminal.see(shown)
     terminal.see("> ")
     assert router.requests == []
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_ctrl_c_at_an_empty_prompt_says_how_to_leave(terminal: Terminal) -> None:
+    terminal.see("> ")
+    terminal.type("\x03")
+    terminal.see("/exit or Ctrl-D leaves", pressed="\x03")
+    terminal.see("> ")
 
 
 def test_a_question_may_begin_with_a_path(terminal: Terminal, router: Any) -> None:

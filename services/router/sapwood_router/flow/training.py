@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -11,6 +12,8 @@ from sapwood_router.fleet.weights_control import InFlight, WeightsControl
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.steering import RunningRequests
 
+_LEAVE_SECONDS = 2.0
+"""What a worker may take to let go of requests that were aborted."""
 _LOOK_SECONDS = 0.02
 _BEGUN = "begun"
 """What workers call an update of several calls."""
@@ -164,9 +167,13 @@ class TrainingTargets:
         await self._control.resume(self._workers)
 
     async def flush(self, *, only_idle: bool) -> bool:
-        """Empties their caches; returns whether it did. With ``only_idle`` it does nothing while requests run or wait."""
-        if only_idle and any(load.running or load.waiting for load in await self.loads()):
-            return False
+        """Empties their caches; returns whether it did. With ``only_idle`` it does nothing while requests run or wait: what was
+        aborted leaves its worker a moment later, so workers are looked at again when the router has no requests."""
+        until = time.monotonic() + _LEAVE_SECONDS
+        while only_idle and any(load.running or load.waiting for load in await self.loads()):
+            if self._running is None or self._running.count or time.monotonic() > until:
+                return False
+            await asyncio.sleep(_LOOK_SECONDS)
         await self._control.flush(self._workers)
         return True
 

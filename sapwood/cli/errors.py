@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 FAILED = 1
 """Something went wrong on our side or the server's."""
 REFUSED = 2
@@ -24,3 +27,12 @@ class CliError(Exception):
         super().__init__(message)
         self.message = message
         self.exit_code = exit_code
+
+
+@contextlib.contextmanager
+def without_flag() -> Iterator[None]:
+    """Errors about a model do not begin with ``--model``: this verb takes the model without a flag."""
+    try:
+        yield
+    except CliError as error:
+        raise CliError(error.message.removeprefix("--model: "), error.exit_code) from None

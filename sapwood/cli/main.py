@@ -127,7 +127,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
             f"there is no flag {words[0]}; {f'did you mean {similar[0]}?' if similar else 'a verb comes first'}"
         )
     if not words[0].startswith("-") and words[0] not in verbs.choices:
-        similar = difflib.get_close_matches(words[0].lower(), verbs.choices, n=1)
+        similar = difflib.get_close_matches(words[0].lower(), [*verbs.choices, *_SHORT], n=1, cutoff=0.7)
         hint = f"did you mean {similar[0]}?" if similar else "`sapwood --help` lists them"
         hint = _INSTEAD.get(words[0], hint)
         parser.error(f"there is no verb {words[0]!r}; {hint}")
@@ -184,6 +184,7 @@ def _verbs(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argpar
 _SHORT = {
     "pull": ["model", "fetch"],
     "list": ["model", "list"],
+    "ls": ["model", "list"],
     "show": ["model", "show"],
     "rm": ["model", "rm"],
     "quantize": ["model", "quantize"],
@@ -197,6 +198,25 @@ _INSTEAD = {
     "create": "`sapwood up FILE.gguf` or a folder serves it as it is",
     "embed": "POST /v1/embeddings, or Client.embed in Python",
     "download": "`sapwood pull NAME` fetches a model",
+    "models": "`sapwood list` shows the models that are here",
+    "remove": "`sapwood rm NAME` removes a model",
+    "delete": "`sapwood rm NAME` removes a model",
+    "start": "`sapwood up` starts a server",
+    "down": "`sapwood stop` ends a server",
+    "kill": "`sapwood stop` ends a server",
+    "restart": "`sapwood stop` ends a server, `sapwood up` starts one",
+    "status": "`sapwood ps` lists the servers here, `sapwood top` shows one at work",
+    "health": "`sapwood ps` lists the servers here, `sapwood doctor` says what is missing",
+    "check": "`sapwood doctor` says what is missing",
+    "info": "`sapwood show NAME` describes a model, `sapwood doctor` this machine",
+    "inspect": "`sapwood show NAME` describes a model, `sapwood doctor` this machine",
+    "convert": "`sapwood quantize IN OUT.gguf` writes a .gguf file",
+    "complete": "`sapwood generate TEXT` continues a text",
+    "ask": "`sapwood generate TEXT` asks one question, `sapwood chat` holds a conversation",
+    "encode": "`sapwood tokenize TEXT` shows a text's tokens",
+    "load": "`sapwood up MODEL` serves a model, `sapwood lora load` loads an adapter",
+    "push": "models are fetched only: `sapwood pull NAME`",
+    "explain": "`sapwood router route explain` says where a request would go",
 }
 """Verbs of other programs that are none here, and what to do."""
 
@@ -225,8 +245,9 @@ def _similar(word: str, flags: list[str]) -> list[str]:
     name = word.partition("=")[0].replace(".", "-").replace("_", "-")
     if not name.startswith("-"):
         return []
-    if name == "--address" and "--worker" in flags:
-        return ["--worker"]
+    addresses: list[str] = [flag for flag in ("--worker", "--grpc") if flag in flags]
+    if name == "--address" and addresses:
+        return addresses
     if _FLAGS.get(name) in flags:
         return [_FLAGS[name]]
     if known := [flag for flag in flag_of_others(name.lstrip("-")) if flag in flags]:

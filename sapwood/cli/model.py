@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.derived import drafter, quantize
-from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, CliError
+from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, CliError, without_flag
 from sapwood.cli.terminal import one_line, open_terminal
 
 if TYPE_CHECKING:  # at run time only what needs it imports it
@@ -60,12 +60,18 @@ def configure(verbs: Any) -> None:
     )
     remove.set_defaults(run=run_remove)
     for verb in (quantize, drafter):
-        verb.configure(nouns, lambda name, revision: fetch_model(name, revision).path)
+        verb.configure(nouns, _fetched)
+
+
+def _fetched(name: str, revision: str | None) -> Path:
+    with without_flag():
+        return fetch_model(name, revision).path
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:
     """Fetches a model and prints its path; returns the exit code, raises CliError."""
-    print(fetch_model(arguments.name, arguments.revision).path)
+    with without_flag():
+        print(fetch_model(arguments.name, arguments.revision).path)
     return 0
 
 

@@ -189,8 +189,11 @@ def _sampling(given: list[str]) -> dict[str, Any]:
         if not equals:
             raise CliError(f"--sampling {each}: is not NAME=JSON, such as presence_penalty=0.5", REFUSED)
         if name not in (fields := message.DESCRIPTOR.fields_by_name):
-            similar = difflib.get_close_matches(name, fields, n=1)
+            similar = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
             hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(sorted(fields))}"
+            flag = f"--{name.replace('_', '-')}"
+            if flag in ("--stop", "--regex", "--json-schema", "--tools", "--tool-choice"):
+                hint = f"{flag} is a flag of its own"
             raise CliError(f"--sampling {each}: there is no setting {name!r}; {hint}", REFUSED)
         try:
             json_format.ParseDict({name: json.loads(value)}, message)

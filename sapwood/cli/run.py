@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from sapwood.cli import chat, up
-from sapwood.cli.errors import EXIT_CODES, CliError
+from sapwood.cli.errors import EXIT_CODES, CliError, without_flag
 from sapwood.cli.request import add_request_options, add_structure_options
 from sapwood.cli.terminal import open_terminal
 
@@ -38,8 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     from sapwood.cli.local.background import BackgroundCluster
     from sapwood.errors import SapwoodError
 
-    services = up.services_of(["--workers", "1", "--ports", "auto", "--model", arguments.name])
-    fetch_models(services)
+    with without_flag():
+        services = up.services_of(["--workers", "1", "--ports", "auto", "--model", arguments.name])
+        fetch_models(services)
     background = BackgroundCluster(services, None)
     terminal = open_terminal(sys.stderr)
     try:

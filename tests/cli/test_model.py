@@ -74,7 +74,7 @@ def test_token_proxy_and_offline_mode_are_the_librarys_own_variables(
     hub_server.tokens = {"hf_mine"}
     offline = sapwood(environment | {"HF_HUB_OFFLINE": "1"}, "model", "fetch", "someone/tiny")
     assert offline.returncode == 1
-    assert offline.stderr.startswith("sapwood: --model: someone/tiny is not wholly in the cache at")
+    assert offline.stderr.startswith("sapwood: someone/tiny is not wholly in the cache at")
     assert offline.stderr.count("\n") == 1
     assert hub_server.requests == []
     behind = {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": hub_server.url, "HF_TOKEN": "hf_mine"}
@@ -126,7 +126,7 @@ def test_a_full_disk_is_one_line(hub_server: HubServer, environment: dict[str, s
         subprocess.run(["umount", small], check=True)
     assert done.returncode == 1
     assert done.stderr == (
-        f"sapwood: --model: someone/tiny: the disk of {small}/hub is full: make room, or set HF_HOME to a folder elsewhere\n"
+        f"sapwood: someone/tiny: the disk of {small}/hub is full: make room, or set HF_HOME to a folder elsewhere\n"
     )
 
 

@@ -24,6 +24,7 @@ FILES = {
     "env.yaml": "SAPWOOD_WORKER_MAX_RUNNING: 3\n", "unit.yaml": "worker:\n  host-cache: 4GB\n", "case.yaml": "Model: demo\n",
     "tab.yaml": "worker:\n\tmax-running: 3\n", "empty.yaml": "", "typo.yaml": "router:\n  http-prot: 8000\n",
     "dashes.yaml": "--model: demo\n", "listed.yaml": "workers: [1, 2]\n",
+    "yes.yaml": "workers: true\n", "detach.yaml": "detach: true\n",
 }  # fmt: skip
 
 WRONG = (
@@ -171,23 +172,23 @@ WRONG = (
     ),
     (
         "run nope-model hi",
-        "--model: 'nope-model' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "sapwood: 'nope-model' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
         "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
     ),
     (
         "run ./nothere hi",
-        "--model: './nothere' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "sapwood: './nothere' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
         "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
     ),
     ("pull", "the following arguments are required: NAME"),
     (
         "pull nope",
-        "--model: 'nope' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "sapwood: 'nope' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
         "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
     ),
     (
         "pull a/b/c",
-        "--model: 'a/b/c' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "sapwood: 'a/b/c' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
         "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
     ),
     ("rm nope", "nope: no such model was fetched; `sapwood model list` lists those that were"),
@@ -210,7 +211,7 @@ WRONG = (
     ("quantize x", "the following arguments are required: OUT"),
     (
         "quantize ./nothere out",
-        "--model: './nothere' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
+        "sapwood: './nothere' is neither 'demo' nor 'demo-base' nor an existing .gguf file or model "
         "directory, nor a name on the hub (owner/name, or owner/name:file.gguf), nor a URL",
     ),
     (
@@ -401,6 +402,17 @@ WRONG = (
     ("Up demo", "there is no verb 'Up'; did you mean up?"),
     ("help nope", "there is no verb 'nope'; `sapwood --help` lists them"),
     ("stop 99999", "99999: no such cluster runs here; `sapwood ps` lists those that do"),
+    ("models", "there is no verb 'models'; `sapwood list` shows the models that are here"),
+    ("status", "`sapwood ps` lists the servers here"),
+    ("start", "`sapwood up` starts a server"),
+    ("remove demo", "`sapwood rm NAME` removes a model"),
+    ("quantise a b", "there is no verb 'quantise'; did you mean quantize?"),
+    ("quantize nope out", "sapwood: 'nope' is neither 'demo' nor 'demo-base' nor"),
+    ("bench --address 127.0.0.1:1", "unrecognized arguments: --address; did you mean --grpc?"),
+    ("generate --sampling stop=1 hi", "there is no setting 'stop'; --stop is a flag of its own"),
+    ("generate --sampling xyz=1 hi", "there is no setting 'xyz'; there are allowed_token_ids,"),
+    ("config -c yes.yaml", "argument --workers: 'true' is not a whole number"),
+    ("up -c detach.yaml", "there is no setting 'detach'; --detach stands on the command line only"),
     ("docs models.html", "there is no page 'models.html'; did you mean models?"),
 )
 """A command line, and what its last line says."""

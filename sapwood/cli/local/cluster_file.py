@@ -97,6 +97,10 @@ def _variables(file: str) -> Iterator[tuple[str, str]]:
         raise CliError(f"--config: {file} must hold settings (name: value)", REFUSED)
     for name, value in _flat(content, file, services):
         if name in _OWN:
+            if value is None:  # `model:` alone says nothing
+                continue
+            if isinstance(value, bool) and name != "no-router":
+                value = str(value).lower()  # a text that the flag refuses: its 1 would be taken
             yield f"SAPWOOD_UP_{name.replace('-', '_').upper()}", _text(value)
             continue
         service, _, setting = name.partition("-")
@@ -111,6 +115,8 @@ def _variables(file: str) -> Iterator[tuple[str, str]]:
                 each for each in known if each.endswith(f"-{name}")
             ]
             hint = f"; did you mean {similar[0]}?" if similar else ""
+            if name in ("detach", "config"):
+                hint = f"; --{name} stands on the command line only"
             raise CliError(f"--config: {file}: there is no setting {name!r}{hint}", REFUSED)
         if value is not None:
             yield from variables(cls, {field: value}).items()

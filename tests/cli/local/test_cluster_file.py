@@ -89,3 +89,10 @@ def test_a_file_that_is_not_there_is_named() -> None:
     assert (
         "--config: cannot read /nowhere.yaml: No such file or directory" in config("--config", "/nowhere.yaml").stderr
     )
+
+
+def test_a_setting_without_a_value_is_as_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model:\nworkers: 3\nthreads: ~\n")
+    shown = yaml.safe_load(config("-c", str(path)).stdout)
+    assert (shown["model"], shown["workers"]) == ("demo", 3)

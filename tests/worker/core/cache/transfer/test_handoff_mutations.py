@@ -9,7 +9,7 @@ import pytest
 from sapwood_testing.mutations import Mutation, check_noticed
 
 SIMULATION = Path(__file__).with_name("test_two_schedulers.py")
-MOST_STEPS = 200_000
+MOST_STEPS = 250_000
 """As many as the default run makes, of the same seeds; each mutation is noticed within it."""
 LANDING = "core/cache/transfer/reads.py"
 LEASES, PULLS = "core/cache/transfer/leases.py", "core/cache/transfer/reads.py"

@@ -8,7 +8,7 @@ from sapwood_testing.worker.handoff.simulation import run_seeds
 
 
 def test_loss_delay_and_disorder_between_schedulers_give_no_wrong_token() -> None:
-    totals = run_seeds(0, steps=200_000)
+    totals = run_seeds(0, steps=250_000)
     print(totals)
     assert min(totals.values()) > 20, f"too little happened: {totals}"
 

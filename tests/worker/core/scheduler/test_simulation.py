@@ -369,11 +369,12 @@ class Simulation:
         return wanted
 
     def check_parts(self, wanted: dict[str, int]) -> None:
-        """Each tenant whose prompts run has got its part of the step's prompt tokens, or all that it wants."""
+        """Each tenant whose prompts run has got its part of the step's prompt tokens, or all that it wants. A request that joins
+        another's end counts as a token."""
         step = self.scheduler._in_flight[-1]
         last = [request for request, _ in step.chunks if request.serial in self.one_left]
         given: dict[str, int] = {}
-        for request, count in step.chunks:
+        for request, count in [*step.chunks, *((join.request, 1) for join in step.joins)]:
             given[request.tenant] = given.get(request.tenant, 0) + count
         tenants = given.keys() | wanted.keys() | {each.tenant for each in self.scheduler._waiting}
         budget = max(1, self.config.max_step_tokens - len(step.decodes) - len(last))

@@ -1,4 +1,4 @@
-"""What requests with an objective find at the workers: who can meet it, whom they go before, and who is told to come later.
+"""What a request's objective means for it: which workers can meet it, which requests make way, and which are refused.
 
 The router measures how long workers take to a request's first token: at idle workers by the tokens of its prompt, at others how
 much longer, by the tokens that are queued and the requests that run; and how long for each further token, by the requests that

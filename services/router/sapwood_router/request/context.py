@@ -391,7 +391,7 @@ class RequestContext(msgspec.Struct):
         attempts: Workers the request was given to (build).
         handoffs: How often the worker that computed the prompt gave a ticket for it.
         resumptions: How often the stream went on, on another worker, after tokens had come.
-        objective: What is told of objectives (``request/objective.py``); empty: nothing.
+        objective: What became of the objective, one of the words of ``request/objective.py``; empty: nothing to say.
         started, first_token: On ``time.perf_counter``'s clock.
         usage, error: How it ended (respond, or the pipeline); neither is set while it runs or if the client left.
     """

@@ -42,9 +42,9 @@ class Objective:
     each_token: float = 0.0
 
 
-def worst(told: Iterable[str]) -> str:
+def worst(outcomes: Iterable[str]) -> str:
     """What an answer tells of objectives, by what its generations do; empty: nothing."""
-    said = set(told)
+    said = set(outcomes)
     return next((each for each in (MISSED, MET, PREEMPTED, HELD) if each in said), "")
 
 

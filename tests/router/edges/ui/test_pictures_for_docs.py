@@ -6,6 +6,7 @@ SAPWOOD_SCREENSHOTS=docs pytest -m slow tests/router/edges/ui/test_pictures_for_
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -35,6 +36,12 @@ def load(server: sapwood.Server) -> None:
                 client.generate(messages=turns, max_tokens=24, temperature=0).text()
 
 
+def keep_loaded(server: sapwood.Server, enough: threading.Event) -> None:
+    """One such load after another: a line in a chart takes two samples that follow each other."""
+    while not enough.is_set():
+        load(server)
+
+
 async def test_each_view_shows_a_real_model_at_work(browser, shoot) -> None:
     server = await asyncio.to_thread(sapwood.Server("demo", workers=2).__enter__)
     try:
@@ -60,8 +67,13 @@ async def test_each_view_shows_a_real_model_at_work(browser, shoot) -> None:
         await page.until("document.querySelectorAll('.node').length > 2")
         await shoot(page, "ui-cache")
         await page.evaluate("location.hash = 'fleet'")
-        await asyncio.to_thread(load, server)
-        await page.until("document.querySelector('.charts .line.together')?.getAttribute('d').includes('L')")
+        enough = threading.Event()
+        loading = asyncio.create_task(asyncio.to_thread(keep_loaded, server, enough))
+        try:
+            await page.until("document.querySelector('.charts .line.together')?.getAttribute('d').includes('L')")
+        finally:
+            enough.set()
+            await loading
         assert await page.evaluate("document.documentElement.scrollHeight <= innerHeight")  # one scroll bar, not two
         await shoot(page, "ui")
         assert page.complaints() == []
